@@ -1,0 +1,39 @@
+"""Activations between the up/gate and the down product. Everything here is fp32 in, fp32 out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Activation = Callable[[Tensor, Tensor], Tensor]
+"""`activation(gate [R, I], up [R, I]) -> [R, I]`, elementwise. Any callable works in the split pipeline."""
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """`(up + up_offset) * gate * sigmoid(alpha * gate)`, the inputs clamped first if `clamp` is set.
+
+    clamp: gate is limited from above, up on both sides (DeepSeek-V4: 10; gpt-oss and MiniMax-M3: 7).
+    alpha, up_offset: gpt-oss uses 1.702 and 1.
+    """
+
+    clamp: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.clamp is not None and not self.clamp > 0:
+            raise ValueError(f"clamp is {self.clamp}; it must be positive, or None for no clamp")
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.clamp is not None:
+            gate = gate.clamp(max=self.clamp)
+            up = up.clamp(min=-self.clamp, max=self.clamp)
+        if self.alpha == 1.0:
+            glu = torch.nn.functional.silu(gate)
+        else:
+            glu = torch.sigmoid(gate * self.alpha).mul_(gate)
+        return glu.mul_(up + self.up_offset if self.up_offset else up)

@@ -1,0 +1,1 @@
+"""How the stages are done: one folder per backend, all of them behind `base.Backend`."""

@@ -1,0 +1,80 @@
+"""What a backend provides, and what dispatch remembers for combine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moeloom.config import Recipe
+from moeloom.experts import Experts
+from moeloom.layout import Layout
+from moeloom.placement import Placement
+from moeloom.types import ExchangeName, Order, Overflow, Received, Routing
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """How dispatch lays out the rows it brings; see `Runtime.dispatch`."""
+
+    order: Order = "expert"
+    alignment: int = 1
+    capacity: int | None = None
+    overflow: Overflow = "error"
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """What a dispatch leaves for combine, for another payload over the same routing, and later for backward.
+
+    Opaque: only the backend reads it. It holds index maps, no rows; any number may be outstanding.
+    number: of the operation that made it, equal on all ranks.
+    x: kept for identity experts only, otherwise None.
+    """
+
+    number: int
+    num_tokens: int
+    routing: Routing
+    placement: Placement
+    exchange: ExchangeName
+    rows: RowOrder
+    layout: Layout
+    x: Tensor | None
+    paths: Any
+
+
+@dataclass
+class Traffic:
+    """Bytes that this rank has put on each link, and rows it has received; grows over the Runtime's life."""
+
+    scale_up_bytes: int = 0
+    scale_out_bytes: int = 0
+    rows: int = 0
+
+
+class Backend(Protocol):
+    """One way to do the stages on one kind of hardware. A backend that cannot do what is asked raises."""
+
+    name: str
+    traffic: Traffic
+
+    def dispatch(
+        self, x: Tensor, routing: Routing | Handle, placement: Placement, rows: RowOrder, exchange: ExchangeName
+    ) -> tuple[Received, Handle]:
+        """Bring each token's row to the ranks of its experts."""
+
+    def experts(self, received: Received, experts: Experts, recipe: Recipe) -> Tensor:
+        """up/gate, activation, router weight, down, for every received row."""
+
+    def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
+        """Bring the expert rows back and sum them: `[T, H]`."""
+
+    def refuse(self, kind: str, error: Exception) -> None:
+        """Take part in operation `kind` by telling the other ranks why this rank cannot."""
+
+    def symmetric_bytes(self) -> int:
+        """Bytes of symmetric memory that this rank holds now."""
+
+    def close(self) -> None:
+        """Give everything back. May be called twice, and after a failure."""

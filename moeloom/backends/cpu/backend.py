@@ -1,0 +1,100 @@
+"""The CPU backend: what it owns, and its stages."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+from torch import Tensor
+from torch.distributed import Store
+
+from moeloom.backends.base import Handle, RowOrder, Traffic
+from moeloom.backends.cpu.buffers import SymmetricBuffer
+from moeloom.backends.cpu.combine import combine
+from moeloom.backends.cpu.control import Control
+from moeloom.backends.cpu.dispatch import dispatch
+from moeloom.backends.cpu.experts import experts
+from moeloom.backends.cpu.shared_memory import SharedFile
+from moeloom.backends.cpu.wire import Wire
+from moeloom.backends.peers import Peers
+from moeloom.config import Recipe
+from moeloom.errors import CapabilityError, CapacityError
+from moeloom.experts import Experts
+from moeloom.placement import Placement
+from moeloom.topology import Topology
+from moeloom.types import ExchangeName, Received, Routing
+
+
+class CpuBackend:
+    """Shared memory within a node, gloo between nodes. See `Backend` for the stages."""
+
+    name = "cpu"
+
+    def __init__(self, peers: Peers, store: Store | None, topology: Topology, max_tokens: int | None) -> None:
+        if (sys.platform, platform.machine()) != ("linux", "x86_64") and topology.num_ranks > 1:
+            raise CapabilityError(
+                f"several CPU ranks need Linux on x86-64 (its memory order and /dev/shm); this is {sys.platform}"
+                f" on {platform.machine()}. One rank works anywhere."
+            )
+        self.rank, self.topology, self.max_tokens = peers.rank, topology, max_tokens
+        self.local_ranks = topology.local_ranks(self.rank)
+        self.local_index = topology.local_index(self.rank)
+        self.forwarded_sources = topology.forwarded_sources(self.rank)
+        self.traffic = Traffic()
+        self.control = Control(peers, self.local_ranks)
+        self.wire: Wire | None = None
+        if len(self.local_ranks) > 1:
+            self.control.attach(_control_memory(peers, self.local_ranks, self.control.num_bytes))
+        if store is not None and topology.num_nodes > 1:
+            self.wire = self.control.wire = Wire(store, self.control, peers.timeout)
+        self.buffer = SymmetricBuffer(self.control)
+
+    def dispatch(
+        self, x: Tensor, routing: Routing | Handle, placement: Placement, rows: RowOrder, exchange: ExchangeName
+    ) -> tuple[Received, Handle]:
+        """See `Backend.dispatch`."""
+        return dispatch(self, x, routing, placement, rows, exchange)
+
+    def experts(self, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
+        """See `Backend.experts`."""
+        return experts(self, received, weights, recipe)
+
+    def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
+        """See `Backend.combine`."""
+        return combine(self, rows, handle, recipe, weighted)
+
+    def refuse(self, kind: str, error: Exception) -> None:
+        """See `Backend.refuse`. Raises the error on this rank."""
+        with self.control.operation(kind):
+            raise error
+
+    def symmetric_bytes(self) -> int:
+        """See `Backend.symmetric_bytes`."""
+        return self.buffer.bytes_per_rank
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self.buffer.close()
+        if self.wire is not None:
+            self.wire.close()
+            self.wire = self.control.wire = None
+        self.control.detach()
+
+
+def _control_memory(peers: Peers, local_ranks: tuple[int, ...], num_bytes: int) -> SharedFile:
+    """The node's flags, made while there are none yet to meet by: the ranks meet through the store."""
+    created, record = None, {}
+    if peers.rank == local_ranks[0]:
+        try:
+            created = SharedFile.create(num_bytes)
+            record = {"path": created.path}
+        except CapacityError as error:
+            raise peers.abort(error) from None
+    try:
+        paths = peers.gather("control memory", record)
+        memory = created or SharedFile.open(paths[local_ranks[0]]["path"], num_bytes)
+        peers.gather("mapped", {})
+        return memory
+    finally:
+        if created is not None:
+            created.unlink()

@@ -1,0 +1,192 @@
+"""How ranks agree, wait and fail: every wait of the CPU backend is here, and every wait has a deadline.
+
+An operation begins with one round in which all ranks show each other what they want to do. Nobody writes for operation n
+before everybody has entered it, hence has finished reading n-1: that is why one symmetric buffer without banks or slots
+is enough, however many handles are outstanding.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from moeloom.backends.cpu.shared_memory import SharedFile
+from moeloom.backends.peers import Peers
+from moeloom.errors import MoeloomError, from_record, to_record
+
+if TYPE_CHECKING:
+    from moeloom.backends.cpu.wire import Wire
+
+SPINS = 100  # polls that only yield the core (9 us for four ranks on two cores), before sleeping between polls
+MAX_SLEEP_SECONDS = 1e-3
+NEWS_SECONDS = 0.05
+WORD = 8
+MESSAGE_CHARS = 600
+
+
+def publish(words: memoryview, index: int, value: int) -> None:
+    """Announce everything written before. One 8-byte store by the word's only writer.
+
+    x86-64 keeps stores in program order, and the interpreter is between us and any compiler that might not.
+    """
+    words[index] = value
+
+
+class Control:
+    """Rounds, flags and deadlines of this rank. `wire` joins the nodes; None on a single node."""
+
+    def __init__(self, peers: Peers, local_ranks: tuple[int, ...]) -> None:
+        self.peers, self.local_ranks = peers, local_ranks
+        self.wire: Wire | None = None
+        self.number, self.kind = 0, "construction"
+        self.failure: Exception | None = None
+        self._agreed = False
+        self._rounds = self._meetings = 0
+        # a slot per local rank: meeting word, then two banks of (round word, length word, record)
+        self._record_bytes = -(-(4096 + 24 * peers.num_ranks) // WORD) * WORD
+        self._slot_words = 1 + 2 * (2 + self._record_bytes // WORD)
+        self._bytes = memoryview(b"")
+        self._words = memoryview(b"")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the node's control memory."""
+        return len(self.local_ranks) * self._slot_words * WORD
+
+    def attach(self, memory: SharedFile) -> None:
+        """Use this memory, fresh and zero, for the node's flags."""
+        self._bytes = memoryview(memory.map)
+        self._words = self._bytes.cast("q")
+
+    def detach(self) -> None:
+        """Let go of the memory."""
+        self._words = self._bytes = memoryview(b"")
+
+    @contextmanager
+    def operation(self, kind: str) -> Iterator[None]:
+        """One collective operation. An exception inside reaches the other ranks, whenever it happens."""
+        if self.failure is not None:
+            raise self.failure
+        self.number, self.kind, self._agreed = self.number + 1, kind, False
+        try:
+            yield
+        except AgreedError as agreed:
+            raise from_record(agreed.record) from None
+        except BaseException as error:
+            if self.failure is None and self._agreed:
+                self.failure = self.peers.abort(_left_unfinished(error, self.peers.rank))
+            elif self.failure is None:
+                self._send({"call": kind, **to_record(error)}, wait=False)
+            raise
+
+    def agree(self, same: dict, own: dict | None = None, error: Exception | None = None) -> list[dict]:
+        """Show every rank what this one wants; returns all `own` records in rank order.
+
+        Raises the same error on all ranks if one of them reports an error, or if a value of `same` differs.
+        """
+        record = {"call": self.kind, "same": same, "own": own or {}} if error is None else to_record(error)
+        records = self._send({"call": self.kind, **record}, wait=True)
+        self._agreed = True
+        calls = [record["call"] for record in records]
+        for rank, record in enumerate(records):
+            if calls[rank] != calls[0]:
+                message = f"operation #{self.number}: rank 0 called {calls[0]}, rank {rank} called {calls[rank]}"
+                raise AgreedError(to_record(MoeloomError(message)))
+        for record in records:
+            if "error" in record:
+                raise AgreedError(record)
+        for rank, record in enumerate(records):
+            for name, value in records[0]["same"].items():
+                if record["same"][name] != value:
+                    message = (
+                        f"{self.kind} #{self.number}: {name} differs between ranks:"
+                        f" rank 0 has {value}, rank {rank} has {record['same'][name]}"
+                    )
+                    raise AgreedError(to_record(ValueError(message)))
+        return [record["own"] for record in records]
+
+    def meet(self, phase: str) -> None:
+        """Announce what this rank has written and wait for the other ranks of the node."""
+        if len(self.local_ranks) == 1:
+            return
+        self._meetings += 1
+        target, words, stride = self._meetings, self._words, self._slot_words
+        publish(words, self.local_ranks.index(self.peers.rank) * stride, target)
+        slots = range(0, len(self.local_ranks) * stride, stride)
+        self.wait(lambda: all(words[slot] >= target for slot in slots), phase)
+
+    def wait(self, ready: Callable[[], bool], phase: str) -> None:
+        """Poll until `ready()`, backing off; raise what another rank reports, or `PeerTimeout` at the deadline."""
+        for _ in range(SPINS):
+            if ready():
+                return
+            os.sched_yield()
+        start = time.monotonic()
+        deadline = start + self.peers.timeout - self.peers.roll_call_seconds
+        next_news, pause = start + NEWS_SECONDS, 5e-5
+        while not ready():
+            time.sleep(pause)
+            pause = min(pause * 1.2, MAX_SLEEP_SECONDS)
+            now = time.monotonic()
+            if now > deadline:
+                self.fail(phase)
+            if now > next_news:
+                next_news = now + NEWS_SECONDS
+                self._look_for_news()
+
+    def fail(self, phase: str, reason: str = "") -> None:
+        """Give up this Runtime: raise the error that all ranks will raise."""
+        where = f"{self.kind} #{self.number}, phase {phase}" + (f" ({reason})" if reason else "")
+        self.failure = self.peers.blame(where)
+        raise self.failure
+
+    def _look_for_news(self) -> None:
+        try:
+            self.peers.raise_if_aborted()
+        except Exception as told:
+            self.failure = told
+            raise
+
+    def _send(self, record: dict, wait: bool) -> list[dict]:
+        """One round: this rank's record out, all records in (an empty list without waiting)."""
+        if "message" in record:
+            record["message"] = record["message"][:MESSAGE_CHARS]
+        data = json.dumps(record).encode()
+        if len(data) > self._record_bytes:
+            raise MoeloomError(f"{self.kind}: a record of {len(data)} bytes is longer than {self._record_bytes}")
+        self._rounds += 1
+        if self.peers.num_ranks == 1:
+            return [record]
+        if self.wire is not None:
+            return [json.loads(data) for data in self.wire.gather(data, self._record_bytes, wait)]
+        bank = 1 + (self._rounds % 2) * (2 + self._record_bytes // WORD)
+        slot = self.local_ranks.index(self.peers.rank) * self._slot_words + bank
+        self._words[slot + 1] = len(data)
+        self._bytes[(slot + 2) * WORD : (slot + 2) * WORD + len(data)] = data
+        publish(self._words, slot, self._rounds)
+        if not wait:
+            return []
+        slots = range(bank, len(self.local_ranks) * self._slot_words, self._slot_words)
+        target, words = self._rounds, self._words
+        self.wait(lambda: all(words[slot] == target for slot in slots), "agreement")
+        return [json.loads(self._read(slot)) for slot in slots]
+
+    def _read(self, slot: int) -> bytes:
+        begin = (slot + 2) * WORD
+        return bytes(self._bytes[begin : begin + self._words[slot + 1]])
+
+
+class AgreedError(Exception):
+    """Carries an error that every rank is about to raise; it never leaves `Control.operation`."""
+
+    def __init__(self, record: dict) -> None:
+        super().__init__(record["message"])
+        self.record = record
+
+
+def _left_unfinished(error: BaseException, rank: int) -> MoeloomError:
+    return MoeloomError(f"rank {rank} left an operation unfinished: {type(error).__name__}: {error}")

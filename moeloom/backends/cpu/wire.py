@@ -1,0 +1,80 @@
+"""Messages between nodes: gloo, in a private group whose waits are ours."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+from moeloom.backends.cpu.control import Control
+
+WORD_BYTES = 8
+
+
+class Wire:
+    """One private gloo group over all ranks of a Runtime.
+
+    gloo's own wait cannot be interrupted and kills the group when it times out, so operations are started and then
+    polled by `Control.wait`, which also notices another rank's failure.
+    """
+
+    def __init__(self, store: Store, control: Control, timeout: float) -> None:
+        self._control = control
+        self._num_ranks = control.peers.num_ranks
+        self._group = ProcessGroupGloo(
+            PrefixStore("gloo", store), control.peers.rank, self._num_ranks, timedelta(seconds=timeout)
+        )
+        self._unfinished: list[tuple[object, Tensor, Tensor]] = []
+
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int], phase: str, out: Tensor) -> None:
+        """Send `rows [sum(sent), ...]`, grouped by destination rank; fill `out [sum(received), ...]` by source rank."""
+        self._finish(self._start(out, rows, received, sent), phase)
+
+    def gather(self, record: bytes, width: int, wait: bool) -> list[bytes]:
+        """Every rank's record of at most `width` bytes. Without `wait` it is only sent.
+
+        An all-to-all of copies: with four ranks on two cores gloo's ring all-gather takes four times as long.
+        """
+        line = torch.zeros(WORD_BYTES + width, dtype=torch.uint8)
+        line[:WORD_BYTES].view(torch.int64)[0] = len(record)
+        line[WORD_BYTES : WORD_BYTES + len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+        lines = line.repeat(self._num_ranks, 1)
+        table = torch.empty_like(lines)
+        ones = [1] * self._num_ranks
+        work = self._start(table, lines, ones, ones)
+        if not wait:
+            self._unfinished.append((work, table, lines))
+            return []
+        self._finish(work, "agreement")
+        lengths = table[:, :WORD_BYTES].contiguous().view(torch.int64)[:, 0].tolist()
+        return [bytes(row[WORD_BYTES : WORD_BYTES + n].tolist()) for row, n in zip(table, lengths, strict=True)]
+
+    def close(self) -> None:
+        """Leave the group; after a failure, without waiting for what will never come."""
+        if self._control.failure is not None:
+            self._group.abort()
+        self._unfinished.clear()
+        del self._group
+
+    def _start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> torch.distributed.Work:
+        try:
+            return self._group.alltoall_base(out, rows, received, sent)
+        except RuntimeError as error:
+            self._control.fail("start of an exchange", _first_line(error))
+            raise
+
+    def _finish(self, work: torch.distributed.Work, phase: str) -> None:
+        self._control.wait(work.is_completed, phase)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._control.fail(phase, _first_line(error))
+
+
+
+def _first_line(error: BaseException) -> str:
+    """gloo's messages are long; the part after the source location, up to the first full stop, says it."""
+    text = str(error).splitlines()[0]
+    return text.split("] ", 1)[-1].split(". ", 1)[0]

@@ -1,0 +1,100 @@
+"""What a caller can get wrong in a call, said in one place for all backends. Raises `ValueError`, or `CapacityError`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moeloom.backends.base import Handle
+from moeloom.config import Recipe
+from moeloom.errors import CapacityError
+from moeloom.layout import first_bad_id
+from moeloom.placement import Placement
+from moeloom.types import Routing
+
+ID_DTYPES = (torch.int32, torch.int64)
+OVERFLOWS = ("error", "drop")
+
+
+def check_call(
+    x: Tensor, routing: Routing, placement: Placement, recipe: Recipe, rank: int, max_tokens: int | None
+) -> None:
+    """Raise unless x and routing fit together, to the recipe, the placement and the Runtime."""
+    check_rows(x, recipe.dtype, "x")
+    ids, weights = routing.topk_idx, routing.topk_weights
+    if ids.dtype not in ID_DTYPES:
+        raise ValueError(f"topk_idx has dtype {ids.dtype}; allowed: torch.int32, torch.int64")
+    if weights.dtype != torch.float32:
+        raise ValueError(f"topk_weights has dtype {weights.dtype}; it must be torch.float32")
+    _check_cpu(ids, "topk_idx")
+    _check_cpu(weights, "topk_weights")
+    if ids.dim() != 2 or ids.shape[1] < 1 or ids.shape[0] != x.shape[0]:
+        raise ValueError(f"topk_idx is {list(ids.shape)}; with {x.shape[0]} tokens it must be [{x.shape[0]}, K], K >= 1")
+    if weights.shape != ids.shape:
+        raise ValueError(f"topk_weights is {list(weights.shape)}; it must be shaped like topk_idx, {list(ids.shape)}")
+    if max_tokens is not None and x.shape[0] > max_tokens:
+        raise CapacityError(
+            f"rank {rank}: {x.shape[0]} tokens, but max_tokens is {max_tokens}; construct the Runtime with"
+            f" max_tokens={x.shape[0]} or more, or None to grow as needed"
+        )
+    bad = first_bad_id(ids, placement.num_ids)
+    if bad is not None:
+        row, k, value = bad
+        raise ValueError(
+            f"rank {rank}: topk_idx[{row}, {k}] is {value}; allowed: 0..{placement.num_ids - 1}, or -1 for not routed"
+        )
+
+
+def check_rows(rows: Tensor, dtype: torch.dtype | None, name: str) -> None:
+    """Raise unless `rows` is a CPU tensor `[N, H]` (of that dtype)."""
+    if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] < 1:
+        shape = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(f"{name} is {shape}; it must be a tensor [tokens, hidden], hidden >= 1")
+    if dtype is not None and rows.dtype != dtype:
+        raise ValueError(f"{name} has dtype {rows.dtype}; the recipe needs {dtype}")
+    _check_cpu(rows, name)
+
+
+def check_payload(x: Tensor, num_tokens: int) -> None:
+    """Raise unless x has a row for each token of the handle."""
+    if x.shape[0] != num_tokens:
+        raise ValueError(f"x has {x.shape[0]} rows; the handle is for {num_tokens} tokens")
+
+
+def check_combine(rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
+    """Raise unless `rows` are shaped as the handle's dispatch laid them out; returns them as `[num_rows, H]`."""
+    order, layout = handle.rows.order, handle.layout
+    num_local = len(layout.num_tokens_per_expert)
+    if order == "batched" and num_local:
+        shape = [num_local, layout.num_rows // num_local]
+    else:
+        shape = [layout.num_rows]
+    if list(rows.shape[:-1]) != shape:
+        wanted = ", ".join(map(str, [*shape, "H"]))
+        raise ValueError(f"rows is {list(rows.shape)}; order {order!r} of this handle needs [{wanted}]")
+    if order == "rank" and weighted:
+        raise ValueError("weighted is True; a row of order 'rank' serves several experts, so weight it before combine")
+    if order == "rank" and recipe.reduction == "per_slot":
+        raise ValueError("reduction is 'per_slot'; rows of order 'rank' are summed per rank already")
+    flat = rows.reshape(-1, rows.shape[-1])
+    check_rows(flat, recipe.dtype, "rows")
+    return flat
+
+
+def check_overflow(overflow: str) -> None:
+    """Raise unless it is a known policy."""
+    if overflow not in OVERFLOWS:
+        raise ValueError(f"overflow is {overflow!r}; allowed: {', '.join(OVERFLOWS)}")
+
+
+def check_out(out: Tensor | None, like: Tensor) -> None:
+    """Raise unless out can take a result of that shape and dtype."""
+    if out is not None and (out.shape != like.shape or out.dtype != like.dtype):
+        raise ValueError(
+            f"out is {list(out.shape)} {out.dtype}; it must be {list(like.shape)} {like.dtype} like the result"
+        )
+
+
+def _check_cpu(tensor: Tensor, name: str) -> None:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{name} is on {tensor.device}; the cpu backend needs it on the CPU")

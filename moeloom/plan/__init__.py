@@ -1,0 +1,1 @@
+"""What to run: pure numbers, no process group, no device."""

@@ -1,0 +1,289 @@
+"""Runtime: owns group, topology and backend. The only thing with a lifetime."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store
+from torch.distributed.device_mesh import DeviceMesh
+
+from moeloom import checks, env
+from moeloom.backends.base import Backend, Handle, RowOrder
+from moeloom.backends.cpu.backend import CpuBackend
+from moeloom.backends.peers import Peers
+from moeloom.config import FP32, Recipe, recipe_for
+from moeloom.errors import CapabilityError, MoeloomError
+from moeloom.experts import Experts
+from moeloom.layout import check_order
+from moeloom.meter import Meter, StageStats
+from moeloom.pipeline import run_split
+from moeloom.placement import Placement
+from moeloom.plan.plan import Plan, Problem
+from moeloom.plan.planner import choose
+from moeloom.topology import Topology
+from moeloom.types import Order, Overflow, Received, Routing
+
+log = logging.getLogger("moeloom")
+BACKENDS = ("auto", "cpu")
+
+
+class Runtime:
+    """Expert-parallel data flow over a group of ranks. One serves all layers of a model.
+
+    group: a ProcessGroup of any backend, a one-dimensional DeviceMesh, or None for the default group (without
+        `init_process_group`: this process alone). The Runtime makes a private group of its own beside it.
+    topology: which ranks share a node; None asks the machine (or the environment variable MOELOOM_NODE).
+    max_tokens: the most tokens any rank will pass. Memory is then sized for it at the first call; None grows as needed.
+    backend: "auto" or "cpu".
+    timeout: seconds after which a rank that does not come is an error, `PeerTimeout`.
+
+    Construction and every operation are collective: all ranks of the group, in the same order. Use it as a context
+    manager, or call `close`: then a rank that leaves with an exception tells the others.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup | DeviceMesh | None = None,
+        *,
+        topology: Topology | None = None,
+        max_tokens: int | None = None,
+        backend: str = "auto",
+        timeout: float = 300.0,
+    ) -> None:
+        if backend not in BACKENDS:
+            raise CapabilityError(f"backend {backend!r} is not in this version; allowed: {', '.join(BACKENDS)}")
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, or None to grow as needed")
+        if not timeout > 0:
+            raise ValueError(f"timeout is {timeout}; it must be positive seconds")
+        rank, num_ranks, store = _meeting_place(group)
+        self._peers = Peers(store, rank, num_ranks, timeout)
+        announced = self._peers.gather(
+            "arrival",
+            {
+                "node": env.declared_node() or socket.gethostname(),
+                "max_tokens": max_tokens,
+                "topology": None if topology is None else [list(ranks) for ranks in topology.nodes],
+            },
+        )
+        _refuse_differences(announced)
+        self.topology = topology or Topology.from_names([record["node"] for record in announced])
+        if self.topology.num_ranks != num_ranks:
+            raise ValueError(f"topology is for {self.topology.num_ranks} ranks; the group has {num_ranks}")
+        self.rank, self.max_tokens = rank, max_tokens
+        self._backend: Backend = CpuBackend(self._peers, store, self.topology, max_tokens)
+        self._meter = Meter(self._backend.traffic)
+        self._closed = False
+        self._even: dict[int, Placement] = {}
+        log.info("Runtime: rank %d of %s, backend %s", rank, self.topology, self._backend.name)
+
+    def moe(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: Experts,
+        *,
+        recipe: Recipe | None = None,
+        plan: Plan | None = None,
+        tokens_hint: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The whole layer: `y[t] = sum over k of topk_weights[t, k] * expert[topk_idx[t, k]](x[t])`.
+
+        x: `[T, H]` of the recipe's dtype. routing: of its T tokens. experts: this rank's.
+        recipe: None takes the one of x's dtype. plan: None asks the planner, which uses `tokens_hint` (equal on all
+        ranks) or max_tokens. out: `[T, H]` to write into; NaN if the call fails. Returns `[T, H]`.
+        Forward only in this version: the result has no gradient.
+        """
+        with torch.no_grad(), _poisoned_on_failure(out):
+            try:
+                recipe = recipe or recipe_for(x.dtype)
+                placement = self._placement(experts.placement, experts.num_local)
+                checks.check_call(x, routing, placement, recipe, self.rank, self.max_tokens)
+                experts.check(placement.num_local(self.rank), x.shape[1])
+                checks.check_out(out, x)
+            except Exception as error:
+                self._open().refuse("dispatch", error)
+                raise
+            if plan is None:
+                tokens = tokens_hint if tokens_hint is not None else self.max_tokens
+                plan = self.plan(
+                    num_tokens=tokens, hidden=x.shape[1], num_experts=placement.num_experts,
+                    num_topk=routing.num_topk, recipe=recipe,
+                )  # fmt: skip
+            y = run_split(
+                self._open(), self._meter, x, routing, experts, placement=placement, recipe=recipe, plan=plan
+            )
+            return y if out is None else out.copy_(y)
+
+    def dispatch(
+        self,
+        x: Tensor,
+        routing: Routing | Handle,
+        placement: Placement | int | None = None,
+        *,
+        order: Order = "expert",
+        alignment: int = 1,
+        capacity: int | None = None,
+        overflow: Overflow = "error",
+        plan: Plan | None = None,
+    ) -> tuple[Received, Handle]:
+        """Bring each token's row to the ranks of its experts.
+
+        x: `[T, H]`, any dtype of a recipe. routing: a Routing, or the Handle of an earlier dispatch to send another
+        payload over the same routing (its order and placement then hold). placement: a Placement, or the number of
+        experts for an even one.
+        order: see `Received`. alignment: each expert's rows start at a multiple of it. capacity: fixed number of rows
+        (per expert for "batched"); overflow: "error", or "drop" what does not fit and count it.
+        """
+        handle = routing if isinstance(routing, Handle) else None
+        with torch.no_grad():
+            try:
+                checks.check_rows(x, None, "x")
+                rows = RowOrder(order, alignment, capacity, overflow)
+                if handle is not None:
+                    checks.check_payload(x, handle.num_tokens)
+                    placement = handle.placement
+                else:
+                    if placement is None:
+                        raise ValueError("placement is None; pass a Placement, or the number of experts")
+                    placement = self._placement(placement, 0)
+                    check_order(order, alignment, capacity)
+                    checks.check_overflow(overflow)
+                    checks.check_call(x, routing, placement, recipe_for(x.dtype), self.rank, self.max_tokens)
+                    plan = plan or self._plan_for(x, routing, placement)
+            except Exception as error:
+                self._open().refuse("dispatch", error)
+                raise
+            exchange = handle.exchange if handle is not None else plan.exchange
+            with self._meter.stage("dispatch"):
+                return self._open().dispatch(x, routing, placement, rows, exchange)
+
+    def combine(
+        self,
+        rows: Tensor,
+        handle: Handle,
+        *,
+        weighted: bool,
+        recipe: Recipe | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Bring rows back to their tokens and sum them: `[T, H]`.
+
+        rows: shaped like the `Received.rows` of handle's dispatch; what padding rows hold does not matter.
+        weighted: multiply by the router weights here (rows of a foreign expert function); False if the rows have been
+        weighted already, as `moe`'s experts do. recipe: None takes the one of rows' dtype, with reduction per_rank.
+        """
+        with torch.no_grad(), _poisoned_on_failure(out):
+            try:
+                recipe = recipe or recipe_for(rows.dtype)
+                flat = checks.check_combine(rows, handle, recipe, weighted)
+            except Exception as error:
+                self._open().refuse("combine", error)
+                raise
+            with self._meter.stage("combine"):
+                y = self._open().combine(flat, handle, recipe, weighted)
+            return y if out is None else out.copy_(y)
+
+    def plan(
+        self, *, hidden: int, num_experts: int, num_topk: int, num_tokens: int | None = None, recipe: Recipe = FP32
+    ) -> Plan:
+        """What `moe` would run for such a problem; `.explain()` says why."""
+        return choose(Problem(num_tokens, hidden, num_experts, num_topk, recipe), self.topology)
+
+    def stats(self) -> dict[str, StageStats]:
+        """Per stage: calls, seconds, bytes on each link and rows, on this rank, since construction."""
+        return dict(self._meter.stages)
+
+    def symmetric_bytes(self) -> int:
+        """Bytes of symmetric memory this rank holds now."""
+        return self._open().symmetric_bytes()
+
+    def close(self) -> None:
+        """Give everything back; not collective. Calling it again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._peers.say_closed()
+            self._backend.close()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self._closed:
+            self._peers.abort(MoeloomError(f"rank {self.rank} left: {type(error).__name__}: {error}"))
+        self.close()
+
+    def _open(self) -> Backend:
+        if self._closed:
+            raise MoeloomError("this Runtime is closed")
+        return self._backend
+
+    def _placement(self, placement: Placement | int | None, num_local: int) -> Placement:
+        """The placement meant: given, even over that many experts, or `num_local` experts on every rank."""
+        num_ranks = self.topology.num_ranks
+        if placement is None:
+            placement = num_local * num_ranks
+        if isinstance(placement, int):
+            if placement not in self._even:
+                self._even[placement] = Placement.even(placement, num_ranks)
+            placement = self._even[placement]
+        if placement.num_ranks != num_ranks:
+            raise ValueError(f"placement is for {placement.num_ranks} ranks; the Runtime has {num_ranks}")
+        return placement
+
+    def _plan_for(self, x: Tensor, routing: Routing, placement: Placement) -> Plan:
+        return self.plan(
+            num_tokens=self.max_tokens,
+            hidden=x.shape[1],
+            num_experts=placement.num_experts,
+            num_topk=routing.num_topk,
+            recipe=recipe_for(x.dtype),
+        )
+
+
+@contextmanager
+def _poisoned_on_failure(out: Tensor | None) -> Iterator[None]:
+    """The output of a failed call is NaN."""
+    try:
+        yield
+    except BaseException:
+        if out is not None and out.is_floating_point():
+            out.fill_(float("nan"))
+        raise
+
+
+def _refuse_differences(announced: list[dict]) -> None:
+    """The same error on every rank if ranks were constructed differently."""
+    for name in ("max_tokens", "topology"):
+        first = announced[0][name]
+        for rank, record in enumerate(announced):
+            if record[name] != first:
+                raise ValueError(f"{name} differs between ranks: rank 0 has {first}, rank {rank} has {record[name]}")
+
+
+def _meeting_place(group: ProcessGroup | DeviceMesh | None) -> tuple[int, int, Store | None]:
+    """Rank, number of ranks and a store of this Runtime's own, which all ranks of the group name alike."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; pass one of its dimensions: mesh['ep']")
+        group = group.get_group()
+    if group is None:
+        if not dist.is_initialized():
+            return 0, 1, None
+        group = dist.group.WORLD
+    rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise ValueError("group does not contain this rank; construct the Runtime on its members only")
+    if num_ranks == 1:
+        return 0, 1, None
+    store = dist.distributed_c10d._get_process_group_store(group)
+    attempt = store.add(f"moeloom/{rank}", 1)  # ranks construct in the same order, so they count alike
+    return rank, num_ranks, PrefixStore(f"moeloom/{attempt}", store)
