@@ -65,10 +65,7 @@ def check_combine(rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) 
     """Raise unless `rows` are shaped as the handle's dispatch laid them out; returns them as `[num_rows, H]`."""
     order, layout = handle.rows.order, handle.layout
     num_local = len(layout.num_tokens_per_expert)
-    if order == "batched" and num_local:
-        shape = [num_local, layout.num_rows // num_local]
-    else:
-        shape = [layout.num_rows]
+    shape = [num_local, layout.num_rows // max(num_local, 1)] if order == "batched" else [layout.num_rows]
     if list(rows.shape[:-1]) != shape:
         wanted = ", ".join(map(str, [*shape, "H"]))
         raise ValueError(f"rows is {list(rows.shape)}; order {order!r} of this handle needs [{wanted}]")

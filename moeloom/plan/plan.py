@@ -76,6 +76,6 @@ class Plan:
                 f"  {'*' if chosen else ' '} {candidate.pipeline} {candidate.exchange:<7}"
                 f" between nodes {candidate.scale_out_bytes / 1e6:9.3f} MB"
                 f"  within {candidate.scale_up_bytes / 1e6:9.3f} MB"
-                f"  ~{candidate.microseconds:10.1f} us  {candidate.note}".rstrip()
+                f"  ~{candidate.microseconds:8.1f} us  {candidate.note}".rstrip()
             )
         return "\n".join(lines)

@@ -18,7 +18,7 @@ from moeloom.backends.cpu.shared_memory import SharedFile
 from moeloom.backends.cpu.wire import Wire
 from moeloom.backends.peers import Peers
 from moeloom.config import Recipe
-from moeloom.errors import CapabilityError, CapacityError
+from moeloom.errors import CapabilityError, MoeloomError
 from moeloom.experts import Experts
 from moeloom.placement import Placement
 from moeloom.topology import Topology
@@ -43,7 +43,7 @@ class CpuBackend:
         self.traffic = Traffic()
         self.control = Control(peers, self.local_ranks)
         self.wire: Wire | None = None
-        if len(self.local_ranks) > 1:
+        if topology.num_ranks > 1:
             self.control.attach(_control_memory(peers, self.local_ranks, self.control.num_bytes))
         if store is not None and topology.num_nodes > 1:
             self.wire = self.control.wire = Wire(store, self.control, peers.timeout)
@@ -88,7 +88,7 @@ def _control_memory(peers: Peers, local_ranks: tuple[int, ...], num_bytes: int) 
         try:
             created = SharedFile.create(num_bytes)
             record = {"path": created.path}
-        except CapacityError as error:
+        except MoeloomError as error:
             raise peers.abort(error) from None
     try:
         paths = peers.gather("control memory", record)

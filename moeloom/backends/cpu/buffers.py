@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeloom.backends.cpu.control import Control
 from moeloom.backends.cpu.shared_memory import SharedFile
-from moeloom.errors import CapacityError
+from moeloom.errors import MoeloomError
 from moeloom.regions import Region, total_bytes
 
 PAGE_BYTES = 4096
@@ -63,8 +63,8 @@ def share(control: Control, num_bytes: int) -> SharedFile:
     if control.peers.rank == control.local_ranks[0]:
         try:
             created = SharedFile.create(num_bytes)
-        except CapacityError as no_room:
-            error = no_room
+        except MoeloomError as failed:
+            error = failed
     try:
         records = control.agree({}, {"path": created.path if created else None}, error)
         memory = created or SharedFile.open(records[control.local_ranks[0]]["path"], num_bytes)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moeloom import env
-from moeloom.errors import CapacityError
+from moeloom.errors import CapabilityError, CapacityError
 
 PREFIX = "moeloom-"
 
@@ -34,26 +34,27 @@ class SharedFile:
         folder = env.shared_memory_dir()
         _sweep(folder)
         path = os.path.join(folder, PREFIX + uuid.uuid4().hex)
+        file = -1
         try:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise CapacityError(
-                f"shared memory: cannot create a file in {folder} ({error.strerror}); set {env.SHARED_MEMORY_DIR}"
-            ) from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(file, fcntl.LOCK_EX)
             os.posix_fallocate(file, 0, num_bytes)
+            # it gets its name when it is locked and complete; only with a dir_fd does os.link follow the symlink
+            os.link(f"/proc/self/fd/{file}", path, src_dir_fd=file)
             return cls(path, file, num_bytes)
         except OSError as error:
-            os.unlink(path)
-            if error.errno != errno.ENOSPC:
-                raise
-            raise CapacityError(
-                f"shared memory: {num_bytes} bytes needed, {_free_bytes(folder)} bytes free in {folder}; enlarge it"
-                f" (docker: --shm-size), set {env.SHARED_MEMORY_DIR} to another folder, or lower max_tokens"
+            if error.errno == errno.ENOSPC:
+                raise CapacityError(
+                    f"shared memory: {num_bytes} bytes needed, {_free_bytes(folder)} bytes free in {folder}; enlarge it"
+                    f" (docker: --shm-size), set {env.SHARED_MEMORY_DIR} to another folder, or lower max_tokens"
+                ) from None
+            raise CapabilityError(
+                f"shared memory: cannot create a file in {folder} ({error.strerror}); set {env.SHARED_MEMORY_DIR}"
+                " to a writable folder, best in memory"
             ) from None
         finally:
-            os.close(file)
+            if file >= 0:
+                os.close(file)
 
     @classmethod
     def open(cls, path: str, num_bytes: int) -> SharedFile:

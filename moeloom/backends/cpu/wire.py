@@ -23,9 +23,11 @@ class Wire:
     def __init__(self, store: Store, control: Control, timeout: float) -> None:
         self._control = control
         self._num_ranks = control.peers.num_ranks
-        self._group = ProcessGroupGloo(
-            PrefixStore("gloo", store), control.peers.rank, self._num_ranks, timedelta(seconds=timeout)
-        )
+        limit = timedelta(seconds=timeout)
+        try:
+            self._group = ProcessGroupGloo(PrefixStore("gloo", store), control.peers.rank, self._num_ranks, limit)
+        except RuntimeError as error:
+            control.fail("connecting the nodes", _first_line(error))
         self._unfinished: list[tuple[object, Tensor, Tensor]] = []
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int], phase: str, out: Tensor) -> None:

@@ -1,0 +1,1 @@
+"""The `moeloom` command. Nothing in the package imports it."""

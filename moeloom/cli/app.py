@@ -1,0 +1,153 @@
+"""The `moeloom` command: options, exit codes, errors in one line."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Annotated
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+
+import moeloom
+from moeloom import env
+from moeloom.cli.report import passed, print_report, progress_bar
+from moeloom.cli.run import ExchangeChoice, RecipeName, Report, Settings, Step, run_rank
+from moeloom.errors import MoeloomError
+from moeloom.launch import RankPool
+from moeloom.types import ReductionName
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+DEFAULT_RANKS, DEFAULT_NODES = 4, 1
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Entry point."""
+    app(prog_name="moeloom")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moeloom {moeloom.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The expert-parallel data flow of mixture-of-experts layers."""
+
+
+@app.command()
+def run(
+    model: Annotated[str, typer.Option(help="Preset of moeloom.models.")] = "qwen3-30b-a3b",
+    scale: Annotated[int, typer.Option(min=1, help="Divide the model's widths by this.")] = 8,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, show_default="4, or those of torchrun", help="Number of ranks to start.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, show_default="1, or those of torchrun", help="Nodes to spread the ranks over.")
+    ] = None,
+    tokens: Annotated[str, typer.Option(help="Tokens per rank: one number, or one for each rank: 256,0,17,300.")] = "256",
+    exchange: Annotated[ExchangeChoice, typer.Option(help="How rows cross nodes; auto asks the planner.")] = "auto",
+    recipe: Annotated[RecipeName, typer.Option(help="Dtype of tokens, weights and rows.")] = "fp32",
+    reduction: Annotated[ReductionName, typer.Option(help="Where a token's rows are summed.")] = "per_rank",
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="uniform|skewed|FILE",
+            help="Experts for each token; a safetensors FILE has topk_idx and topk_weights [N, K].",
+        ),
+    ] = "uniform",
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after one to warm up.")] = 5,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the result with plain PyTorch.")] = True,
+    seed: Annotated[int, typer.Option(help="For weights, tokens and routing.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank that does not come.")] = 60.0,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Run one mixture-of-experts layer on several ranks, check the result and report time and traffic.
+
+    Starts the ranks itself, or joins those of torchrun.
+    """
+    try:
+        num_ranks = join_launcher(ranks) if env.is_torchrun() else ranks or DEFAULT_RANKS
+        settings = Settings(
+            model=model, scale=scale, tokens=parse_tokens(tokens, num_ranks),
+            nodes=nodes if nodes or dist.is_initialized() else DEFAULT_NODES,
+            exchange=exchange, recipe_name=recipe, reduction=reduction, routing=routing, steps=steps, check=check,
+            seed=seed, timeout=timeout,
+        )  # fmt: skip
+    except ValueError as error:
+        _report_error(error, debug)
+        raise typer.Exit(USAGE) from None
+    raise typer.Exit(execute(settings, debug=debug))
+
+
+def join_launcher(ranks: int | None) -> int:
+    """Join the ranks that torchrun started; their number. Raises ValueError if the user asked for another one."""
+    dist.init_process_group("gloo")
+    num_ranks = dist.get_world_size()
+    if ranks not in (None, num_ranks):
+        raise ValueError(f"--ranks is {ranks}, but torchrun started {num_ranks}; leave it out")
+    return num_ranks
+
+
+def parse_tokens(text: str, num_ranks: int) -> tuple[int, ...]:
+    """The tokens of each rank. Raises ValueError unless `text` is one number or `num_ranks` of them."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--tokens is {text!r}; give one number, or one for each rank: 256,0,17,300") from None
+    if len(counts) not in (1, num_ranks):
+        raise ValueError(f"--tokens has {len(counts)} numbers; give one, or one for each of {num_ranks} ranks")
+    return counts if len(counts) == num_ranks else counts * num_ranks
+
+
+def execute(settings: Settings, *, debug: bool = False, console: Console | None = None) -> int:
+    """Run, print the report and return the exit code."""
+    console = console or Console(highlight=False)
+    report = None
+    try:
+        with progress_bar(console) as show, closing(_events(settings)) as events:
+            for event in events:
+                if isinstance(event, Report):
+                    report = event
+                elif not (dist.is_initialized() and dist.get_rank()):
+                    show(event)
+        if report is None:  # rank 0 has it
+            return 0
+        print_report(console, settings, report)
+        return 0 if passed(report) else FAILED
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+    except Exception as error:
+        _report_error(error, debug)
+        return FAILED
+
+
+def _events(settings: Settings) -> Iterator[Step | Report]:
+    """What happens on rank 0: in this process if torchrun made it a rank, otherwise in a new one."""
+    if not dist.is_initialized():
+        with RankPool(settings.num_ranks, settings.nodes or DEFAULT_NODES) as pool:
+            yield from pool.stream(run_rank, settings)
+        return
+    yield from run_rank(settings)
+    dist.barrier()  # nobody leaves while another still reads what it sent
+    dist.destroy_process_group()
+
+
+def _report_error(error: Exception, debug: bool) -> None:
+    """One line on stderr; with debug the traceback before it, and that of the rank, which the error carries as a note."""
+    if debug:
+        typer.echo("".join(traceback.format_exception(error)), err=True)
+    where = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+    kind = "" if isinstance(error, MoeloomError | ValueError) else f"{type(error).__name__}: "
+    typer.echo(f"error: {where}{kind}{' '.join(str(error).split())}", err=True)

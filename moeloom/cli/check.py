@@ -1,0 +1,130 @@
+"""Is the result right? Compared with a truth of higher precision, and with what plain PyTorch makes of the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moeloom.config import Recipe
+from moeloom.experts import Experts
+from moeloom.models import ModelShape
+from moeloom.reference import Expert, moe_reference
+from moeloom.types import Routing
+
+ALLOWED_RATIO = 2.0  # of our error to PyTorch's: both round, in different places
+WRONG_ROW_RATIO = 8.0  # of a row's error to that of PyTorch's worst row
+
+
+@dataclass(frozen=True)
+class WrongRow:
+    """The first wrong token of a rank, and the worst element of its row."""
+
+    token: int
+    expert_ids: tuple[int, ...]
+    element: int
+    expected: float
+    got: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One rank's check. Errors are rms of the difference over rms of the truth. wrong: None if it passed."""
+
+    error: float
+    peer_error: float
+    max_difference: float
+    wrong: WrongRow | None
+
+    @property
+    def allowed(self) -> float:
+        """What error may be."""
+        return ALLOWED_RATIO * self.peer_error
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is."""
+        return self.wrong is None
+
+
+def judge(
+    shape: ModelShape, recipe: Recipe, expert: Callable[[int], Experts], x: Tensor, routing: Routing, y: Tensor
+) -> Verdict:
+    """Check `y [T, H]`, the layer's output for this rank's x and routing. expert(e) makes expert e again (L = 1).
+
+    Passed if the error is at most twice that of the same formula in PyTorch, in the recipe's dtype.
+    """
+    precise = torch.float64 if recipe.dtype == torch.float32 else torch.float32
+    truth = _layer(shape, x.to(precise), routing, lambda e: _exact(expert(e), precise), None)
+    peer = _layer(shape, x.float(), routing, lambda e: _rounded(expert(e), recipe.dtype), recipe.dtype)
+    truth, rms = truth.double(), _rms(truth.double())
+    difference, peer_difference = y.double() - truth, peer.double() - truth
+    error, peer_error = (float(_rms(one) / rms) if rms > 0 else float(_rms(one)) for one in (difference, peer_difference))
+    largest = float(difference.abs().max()) if len(y) else 0.0
+    # written so that NaN fails
+    wrong = None if error <= ALLOWED_RATIO * peer_error else _first_wrong(difference, peer_difference, truth, routing)
+    return Verdict(error, peer_error, largest, wrong)
+
+
+def _layer(
+    shape: ModelShape, x: Tensor, routing: Routing, expert: Callable[[int], Expert], rounded_to: torch.dtype | None
+) -> Tensor:
+    """The layer, identity experts included, summed in x's dtype. rounded_to: of their rows and of the sum."""
+    ids, weights = routing.topk_idx, routing.topk_weights
+    y = moe_reference(x, ids, weights, expert, shape.num_experts)
+    for slot in range(ids.shape[1] if shape.num_identity_experts else 0):
+        row = x * weights[:, slot, None].to(x.dtype) * (ids[:, slot, None] >= shape.num_experts)
+        y += row if rounded_to is None else row.to(rounded_to).to(x.dtype)
+    return y if rounded_to is None else y.to(rounded_to)
+
+
+def _exact(one: Experts, dtype: torch.dtype) -> Expert:
+    """The formula, all of it in dtype."""
+    gate_up, down = one.gate_up[0].to(dtype), one.down[0].to(dtype)
+
+    def expert(x: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.unsqueeze(1)
+        product = (x * weight if one.weight_on_input else x) @ gate_up.t()
+        if one.gate_up_bias is not None:
+            product += one.gate_up_bias[0].to(dtype)
+        rows = one.activation(*one.split_gate_up(product)) @ down.t()
+        if one.down_bias is not None:
+            rows += one.down_bias[0].to(dtype)
+        return rows if one.weight_on_input else rows * weight
+
+    return expert
+
+
+def _rounded(one: Experts, dtype: torch.dtype) -> Expert:
+    """The formula as PyTorch code for that dtype has it: products in it, and their results rounded to it."""
+
+    def expert(x: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.unsqueeze(1)
+        product = (x * weight if one.weight_on_input else x).to(dtype) @ one.gate_up[0].t()
+        if one.gate_up_bias is not None:
+            product += one.gate_up_bias[0]
+        hidden = one.activation(*one.split_gate_up(product.float()))
+        rows = ((hidden if one.weight_on_input else hidden * weight).to(dtype) @ one.down[0].t()).float()
+        if one.down_bias is not None:
+            rows += one.down_bias[0].float() if one.weight_on_input else one.down_bias[0].float() * weight
+        return rows.to(dtype).float()
+
+    return expert
+
+
+def _first_wrong(difference: Tensor, peer_difference: Tensor, truth: Tensor, routing: Routing) -> WrongRow:
+    """The first row far worse than PyTorch's worst one; the worst row if errors are spread thinly."""
+    rows, limit = _rms(difference, 1), WRONG_ROW_RATIO * _rms(peer_difference, 1).max() + 1e-12 * _rms(truth)
+    wrong = (~(rows <= limit)).nonzero()
+    token = int(wrong[0]) if len(wrong) else int(rows.argmax())
+    element = int(difference[token].abs().nan_to_num(nan=torch.inf).argmax())
+    expected = float(truth[token, element])
+    ids = tuple(routing.topk_idx[token].tolist())
+    return WrongRow(token, ids, element, expected, expected + float(difference[token, element]))
+
+
+def _rms(values: Tensor, dim: int | None = None) -> Tensor:
+    """Root mean square; 0 of nothing."""
+    return values.square().mean(dim).sqrt() if values.numel() else values.new_zeros(())

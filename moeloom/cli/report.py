@@ -1,0 +1,222 @@
+"""What `moeloom run` prints: rich on a terminal, plain ASCII elsewhere, readable at 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import mean, median
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from moeloom.cli.check import Verdict
+from moeloom.cli.run import SYNTHETIC_ROUTING, RankReport, Report, Settings, Step
+from moeloom.meter import StageStats
+
+STAGES = ("dispatch", "experts", "combine")
+MAX_BARS = 16
+BUSIEST = 8
+BAR_WIDTH = 40
+
+
+def is_plain(console: Console) -> bool:
+    """Whether the console should get ASCII only."""
+    return not console.is_terminal or console.options.ascii_only
+
+
+@contextmanager
+def progress_bar(console: Console) -> Iterator[Callable[[Step], None]]:
+    """A function that shows a Step, on a terminal; nothing stays when it is done."""
+    if not console.is_terminal:
+        yield lambda step: None
+        return
+    columns = (TextColumn("{task.description:<14}"), BarColumn(BAR_WIDTH), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting ranks", total=None)
+
+        def show(step: Step) -> None:
+            # a phase of a single step moves the bar from side to side until the next one
+            progress.update(task, description=step.phase, completed=step.done, total=step.total if step.total > 1 else None)
+
+        yield show
+
+
+def print_report(console: Console, settings: Settings, report: Report) -> None:
+    """The whole report."""
+    _print_title(console, settings, report)
+    console.print(_stage_table(report.ranks, is_plain(console)))
+    _print_notes(console, settings)
+    console.print()
+    _print_plan(console, report)
+    console.print()
+    _print_load(console, settings, report)
+    if settings.check:
+        console.print()
+        _print_verdict(console, settings, report)
+
+
+def passed(report: Report) -> bool:
+    """Whether no rank's check failed."""
+    return all(one.verdict is None or one.verdict.passed for one in report.ranks)
+
+
+def _print_title(console: Console, settings: Settings, report: Report) -> None:
+    shape, tokens = settings.shape, settings.tokens
+    name = shape.name if settings.scale == 1 else f"{settings.model} at 1/{settings.scale} width"
+    each = f"{tokens[0]} tokens each" if len(set(tokens)) == 1 else f"{', '.join(map(str, tokens))} tokens"
+    routing = f"{settings.routing} routing" if settings.routing in SYNTHETIC_ROUTING else f"routing of {settings.routing}"
+    identity = f" (and {shape.num_identity_experts} identity)" if shape.num_identity_experts else ""
+    console.print(
+        f"{name}: hidden {shape.expert_hidden}, intermediate {shape.intermediate}, {shape.num_experts}{identity}"
+        f" experts, top-{settings.num_topk}",
+        style="bold", markup=False,
+    )  # fmt: skip
+    console.print(
+        f"{_count(settings.num_ranks, 'rank')} on {_count(report.topology.num_nodes, 'node')}, {each}, {routing},"
+        f" {settings.recipe}, {report.plan.exchange}",
+        markup=False,
+    )
+
+
+def _stage_table(ranks: tuple[RankReport, ...], plain: bool) -> Table:
+    """Stages by time and traffic. In each step a stage takes as long as on its slowest rank."""
+    table = Table(box=box.ASCII if plain else box.ROUNDED, header_style="bold")
+    table.add_column("stage")
+    for title in ("time", "share", "within nodes", "between nodes", "rows"):
+        table.add_column(title, justify="right")
+    steps = list(zip(*(one.stages for one in ranks), strict=True))  # [step][rank] -> stages
+    whole = mean(_seconds(stages, STAGES) for step in steps for stages in step)
+    for title, names in (*((name, (name,)) for name in STAGES), ("total", STAGES)):
+        slowest = median(max(_seconds(stages, names) for stages in step) for step in steps)
+        share = mean(_seconds(stages, names) for step in steps for stages in step) / whole
+        used = [stages[name] for step in steps for stages in step for name in names]
+        if title == "total":
+            table.add_section()
+        table.add_row(
+            title,
+            f"{slowest * 1e3:.2f} ms",
+            f"{share:.0%}",
+            _bytes(sum(one.scale_up_bytes for one in used) / len(steps)),
+            _bytes(sum(one.scale_out_bytes for one in used) / len(steps)),
+            f"{sum(one.rows for one in used) / len(steps):.0f}" if any(one.rows for one in used) else "-",
+            style="bold" if title == "total" else None,
+        )
+    return table
+
+
+def _print_notes(console: Console, settings: Settings) -> None:
+    shared = settings.shape.num_shared_experts
+    notes = [
+        f"Time: the slowest rank's, median of {_count(settings.steps, 'step')}. Share: mean of all ranks.",
+        "Bytes and rows: sums over the ranks, of one step.",
+    ]
+    if shared:
+        notes.append(f"Not run here: the model's {_count(shared, 'shared expert')}.")
+    for note in notes:
+        console.print(note, style="dim", markup=False)
+
+
+def _print_plan(console: Console, report: Report) -> None:
+    """`Plan.explain`, long lines continued further in."""
+    for line in report.plan.explain().splitlines():
+        start = line[: len(line) - len(line.lstrip())]
+        wrapped = textwrap.wrap(
+            line, console.width, subsequent_indent=start + "      ", break_long_words=False, break_on_hyphens=False
+        )
+        for part in wrapped:
+            console.print(part, style="dim" if start and "*" not in line else None, markup=False)
+
+
+def _print_load(console: Console, settings: Settings, report: Report) -> None:
+    """Rows per expert, all of them or the busiest, and per rank."""
+    placement, load = settings.placement, [sum(counts) for counts in zip(*(one.load for one in report.ranks), strict=True)]
+    experts, identity = load[: placement.num_experts], sum(load[placement.num_experts :])
+    idle, average = experts.count(0), mean(experts)
+    console.print(
+        f"expert load: {sum(experts)} rows, mean {average:.1f}, max {max(experts)} ({_ratio(experts)} of the mean),"
+        f" {idle} of {len(experts)} idle"
+    )
+    shown = list(range(len(experts)))
+    if len(experts) > MAX_BARS:
+        shown = sorted(shown, key=lambda expert: -experts[expert])[:BUSIEST]
+    rank_of = {expert: rank for rank, slots in enumerate(placement.slots) for expert in slots}
+    bar, digits = "#" if is_plain(console) else "█", len(str(max(experts)))
+    for expert in shown:
+        filled = round(BAR_WIDTH * experts[expert] / max(1, max(experts)))
+        label = f"  expert {expert:>4} on rank {rank_of[expert]:>2}  {experts[expert]:>{digits}} "
+        console.print(Text(label).append(bar * filled, style="cyan"))
+    rest = [experts[expert] for expert in set(range(len(experts))) - set(shown)]
+    if rest:
+        console.print(f"  {len(rest)} others: mean {mean(rest):.1f}, least {min(rest)}")
+    per_rank = [sum(experts[expert] for expert in slots) for slots in placement.slots]
+    listed = f"{', '.join(map(str, per_rank))} rows, " if len(per_rank) <= MAX_BARS else ""
+    console.print(f"rank load: {listed}max {_ratio(per_rank)} of the mean")
+    if identity:
+        console.print(f"identity experts: {identity} rows, which stay where they are")
+
+
+def _print_verdict(console: Console, settings: Settings, report: Report) -> None:
+    verdicts = {one.rank: one.verdict for one in report.ranks if one.verdict is not None}
+    wrong = [rank for rank, verdict in verdicts.items() if not verdict.passed]
+    dtype = settings.recipe_name
+    if not wrong:
+        # the rank closest to its limit speaks for all
+        worst = max(verdicts.values(), key=lambda one: one.error / one.allowed if one.allowed else 0.0)
+        console.print(
+            Text("check passed", "bold green").append(
+                f": error {worst.error:.1e}, allowed {worst.allowed:.1e} (twice that of PyTorch in {dtype}),"
+                f" {_count(len(verdicts), 'rank')}, {sum(settings.tokens)} tokens;"
+                f" largest difference {max(one.max_difference for one in verdicts.values()):.1e}",
+                "not bold default",
+            )
+        )
+        return
+    first = verdicts[wrong[0]]
+    names = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
+    console.print(
+        Text("check FAILED", "bold red").append(
+            f" on {names}: error {first.error:.1e}, allowed {first.allowed:.1e} (twice that of PyTorch in {dtype})"
+            f"{f' on rank {wrong[0]}' if len(wrong) > 1 else ''}; largest difference {first.max_difference:.1e}",
+            "not bold default",
+        )
+    )
+    _print_wrong_row(console, settings, wrong[0], first)
+
+
+def _print_wrong_row(console: Console, settings: Settings, rank: int, verdict: Verdict) -> None:
+    row, placement = verdict.wrong, settings.placement
+    assert row is not None
+    rank_of = {expert: holder for holder, slots in enumerate(placement.slots) for expert in slots}
+    experts = ", ".join(
+        f"{expert} (rank {rank_of[expert]})" if expert in rank_of else f"{expert} (identity)"
+        for expert in row.expert_ids
+        if expert >= 0
+    )
+    console.print(f"first wrong row: rank {rank}, token {row.token}; experts {experts or 'none'}")
+    console.print(f"its worst element, {row.element}: expected {row.expected:.6g}, got {row.got:.6g}")
+
+
+def _seconds(stages: dict[str, StageStats], names: tuple[str, ...]) -> float:
+    return sum(stages[name].seconds for name in names)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _ratio(counts: list[int]) -> str:
+    return f"{max(counts) / mean(counts):.2f}x" if any(counts) else "1.00x"
+
+
+def _bytes(number: float) -> str:
+    if not number:
+        return "-"
+    for unit in ("B", "kB", "MB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} GB"

@@ -1,0 +1,296 @@
+"""What `moeloom run` does on each rank: make weights and tokens, run the layer, look at the result."""
+
+from __future__ import annotations
+
+import difflib
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moeloom.cli.check import Verdict, judge
+from moeloom.config import RECIPES, Recipe
+from moeloom.experts import Experts
+from moeloom.meter import StageStats
+from moeloom.models import MODELS, ModelShape
+from moeloom.placement import Placement
+from moeloom.plan.plan import Plan
+from moeloom.runtime import Runtime
+from moeloom.topology import Topology
+from moeloom.types import ExchangeName, ReductionName, Routing
+
+ExchangeChoice = Literal["auto", "direct", "hybrid"]
+RecipeName = Literal["fp32", "bf16"]
+SYNTHETIC_ROUTING = ("uniform", "skewed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One run, the same on all ranks. Raises ValueError, naming the option, for what fits no run.
+
+    tokens: for each rank. nodes: how many the ranks are declared to be on; None takes what a launcher made.
+    routing: "uniform", "skewed", or the path of a safetensors file.
+    corrupt: spoil one value before the check, to see it fail; no option sets it.
+    """
+
+    model: str = "qwen3-30b-a3b"
+    scale: int = 8
+    tokens: tuple[int, ...] = (256,) * 4
+    nodes: int | None = 1
+    exchange: ExchangeChoice = "auto"
+    recipe_name: RecipeName = "fp32"
+    reduction: ReductionName = "per_rank"
+    routing: str = "uniform"
+    steps: int = 5
+    check: bool = True
+    seed: int = 0
+    timeout: float = 60.0
+    corrupt: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nodes is not None and not 1 <= self.nodes <= self.num_ranks:
+            raise ValueError(f"--nodes is {self.nodes}; allowed with {self.num_ranks} ranks: 1..{self.num_ranks}")
+        if any(count < 0 for count in self.tokens):
+            raise ValueError(f"--tokens is {','.join(map(str, self.tokens))}; every number must be at least 0")
+        if not self.timeout > 0:
+            raise ValueError(f"--timeout is {self.timeout:g}; it must be positive seconds")
+        if self.model not in MODELS:
+            close = difflib.get_close_matches(self.model.lower(), MODELS)
+            names = f"close: {', '.join(close)}" if close else f"known: {', '.join(sorted(MODELS))}"
+            raise ValueError(f"--model is {self.model!r}, which is no known model; {names}")
+        if self.routing not in SYNTHETIC_ROUTING:
+            load_routing(self.routing, self.shape.num_choices)  # raises; not kept, the ranks read it themselves
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return len(self.tokens)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Dtype and reduction."""
+        return RECIPES[self.recipe_name].with_reduction(self.reduction)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """The preset, narrowed."""
+        shape = MODELS[self.model]
+        return shape if self.scale == 1 else shape.scaled(self.scale)
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Experts in equal shares."""
+        shape = self.shape
+        return Placement.even(shape.num_experts, self.num_ranks, num_identity=shape.num_identity_experts)
+
+    @cached_property
+    def recorded(self) -> Routing:
+        """What the routing file holds, checked."""
+        return load_routing(self.routing, self.shape.num_choices)
+
+    @property
+    def num_topk(self) -> int:
+        """K, the router's or the file's."""
+        return self.shape.num_topk if self.routing in SYNTHETIC_ROUTING else self.recorded.num_topk
+
+
+@dataclass(frozen=True)
+class Step:
+    """Progress: `done` of `total` steps of `phase`."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, eq=False)
+class RankReport:
+    """What one rank measured. stages: for each timed step what each stage took. load: its tokens' routed pairs per expert
+    id, identity experts last."""
+
+    rank: int
+    stages: tuple[dict[str, StageStats], ...]
+    load: tuple[int, ...]
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The whole run: all ranks' reports, and what was the same on all of them."""
+
+    topology: Topology
+    plan: Plan
+    ranks: tuple[RankReport, ...]
+
+
+def run_rank(settings: Settings) -> Iterator[Step | Report]:
+    """The run on one rank of the default group. Yields progress; last, on rank 0 only, the `Report`."""
+    with Runtime(max_tokens=max(1, *settings.tokens), timeout=settings.timeout) as runtime:
+        rank, topology = runtime.rank, runtime.topology
+        if settings.nodes not in (None, topology.num_nodes):
+            raise ValueError(f"--nodes is {settings.nodes}; but the ranks are on {topology.num_nodes} (see MOELOOM_NODE)")
+        yield Step("making weights", 0, 1)
+        experts = make_experts(settings, rank)
+        x, routing = make_tokens(settings, rank), make_routing(settings, rank)
+        plan = choose_plan(settings, runtime)
+        stages = []
+        y = x
+        for step in range(settings.steps + 1):  # the first warms up and is not counted
+            yield Step("running", step, settings.steps + 1)
+            before = runtime.stats()
+            y = runtime.moe(x, routing, experts, recipe=settings.recipe, plan=plan)
+            stages.append({name: now - before.get(name, StageStats()) for name, now in runtime.stats().items()})
+        verdict = None
+        if settings.check:
+            yield Step("checking", 0, 1)
+            if settings.corrupt and rank == min(1, settings.num_ranks - 1):
+                _spoil(y)
+            verdict = judge(settings.shape, settings.recipe, lambda e: make_expert(settings, e), x, routing, y)
+        load = torch.bincount(routing.topk_idx[routing.topk_idx >= 0].long(), minlength=settings.placement.num_ids)
+        yield Step("gathering", 0, 1)
+        reports = _gather(RankReport(rank, tuple(stages[1:]), tuple(load.tolist()), verdict), runtime, settings)
+    if rank == 0:
+        yield Report(topology, plan, reports)
+
+
+def _gather(report: RankReport, runtime: Runtime, settings: Settings) -> tuple[RankReport, ...]:
+    """All ranks' reports on rank 0; nothing on the others."""
+    if not dist.is_initialized():
+        return (report,)
+    everyone: list = [None] * settings.num_ranks
+    dist.gather_object(report, everyone if runtime.rank == 0 else None, dst=0)
+    return tuple(everyone)
+
+
+def choose_plan(settings: Settings, runtime: Runtime) -> Plan:
+    """The planner's, or the planner's numbers with the exchange that was asked for."""
+    shape = settings.shape
+    plan = runtime.plan(
+        num_tokens=runtime.max_tokens, hidden=shape.expert_hidden, num_experts=shape.num_experts,
+        num_topk=settings.num_topk, recipe=settings.recipe,
+    )  # fmt: skip
+    if settings.exchange == "auto":
+        return plan
+    exchange: ExchangeName = settings.exchange
+    return replace(plan, exchange=exchange, reason=f"--exchange {exchange}")
+
+
+def make_expert(settings: Settings, expert: int) -> Experts:
+    """One expert (L = 1), a function of seed and id alone: any rank can make any of them.
+
+    Sizes are such that gate and up reach the clamp, where there is one, now and then.
+    """
+    shape, dtype = settings.shape, settings.recipe.dtype
+    hidden, intermediate = shape.expert_hidden, shape.intermediate
+    random = _generator(settings.seed, "expert", expert)
+    gain = 1.0 if shape.activation.clamp is None else shape.activation.clamp / 2
+    gate_up = torch.randn(1, 2 * intermediate, hidden, generator=random).mul_(gain * hidden**-0.5)
+    down = torch.randn(1, hidden, intermediate, generator=random).mul_(intermediate**-0.5)
+    gate_up_bias = down_bias = None
+    if shape.has_biases:
+        gate_up_bias = torch.randn(1, 2 * intermediate, generator=random).to(dtype)
+        down_bias = torch.randn(1, hidden, generator=random).to(dtype)
+    return Experts(
+        gate_up.to(dtype),
+        down.to(dtype),
+        activation=shape.activation,
+        gate_up_order="interleaved" if shape.gate_up_interleaved else "gate_first",
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        weight_on_input=shape.weight_on_input,
+    )
+
+
+def make_experts(settings: Settings, rank: int) -> Experts:
+    """All experts of one rank."""
+    shape, dtype, placement = settings.shape, settings.recipe.dtype, settings.placement
+    local, hidden, intermediate = placement.slots[rank], shape.expert_hidden, shape.intermediate
+    stacked = Experts(
+        torch.empty(len(local), 2 * intermediate, hidden, dtype=dtype),
+        torch.empty(len(local), hidden, intermediate, dtype=dtype),
+        activation=shape.activation,
+        gate_up_order="interleaved" if shape.gate_up_interleaved else "gate_first",
+        gate_up_bias=torch.empty(len(local), 2 * intermediate, dtype=dtype) if shape.has_biases else None,
+        down_bias=torch.empty(len(local), hidden, dtype=dtype) if shape.has_biases else None,
+        placement=placement,
+        weight_on_input=shape.weight_on_input,
+    )
+    for slot, expert in enumerate(local):
+        one = make_expert(settings, expert)
+        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+            if getattr(stacked, name) is not None:
+                getattr(stacked, name)[slot] = getattr(one, name)[0]
+    return stacked
+
+
+def make_tokens(settings: Settings, rank: int) -> Tensor:
+    """`x [T, H]` of one rank."""
+    random = _generator(settings.seed, "tokens", rank)
+    return torch.randn(settings.tokens[rank], settings.shape.expert_hidden, generator=random).to(settings.recipe.dtype)
+
+
+def make_routing(settings: Settings, rank: int) -> Routing:
+    """What the preset's router chooses from random logits, or the rank's rows of the file.
+
+    skewed: expert e is drawn with a probability that falls like 1 / place, in an order of experts all ranks share.
+    """
+    num_tokens, shape = settings.tokens[rank], settings.shape
+    if settings.routing not in SYNTHETIC_ROUTING:
+        rows = (torch.arange(num_tokens) + sum(settings.tokens[:rank])) % settings.recorded.num_tokens
+        return Routing(settings.recorded.topk_idx[rows], settings.recorded.topk_weights[rows])
+    random = _generator(settings.seed, "logits", rank)
+    logits = torch.empty(num_tokens, shape.num_choices).exponential_(generator=random).log_().neg_()  # Gumbel noise
+    shared = _generator(settings.seed, "router", 0)
+    if settings.routing == "skewed":
+        logits -= (1.0 + torch.randperm(shape.num_choices, generator=shared)).log()
+    # the shapes do not say who has a bias; the models that score by sigmoid and normalise all do
+    has_bias = shape.router.score != "softmax" and shape.router.normalize
+    return shape.router(logits, torch.randn(shape.num_choices, generator=shared) * 0.05 if has_bias else None)
+
+
+def load_routing(path: str, num_ids: int) -> Routing:
+    """The routing that a safetensors file holds, its ids below `num_ids`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not Path(path).is_file():
+        allowed = ", ".join(SYNTHETIC_ROUTING)
+        raise ValueError(f"--routing is {path!r}; allowed: {allowed}, or a safetensors file, and there is no such file")
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"--routing {path}: not a safetensors file ({error})") from None
+    missing = {"topk_idx", "topk_weights"} - tensors.keys()
+    if missing:
+        raise ValueError(f"--routing {path}: {' and '.join(sorted(missing))} missing; it has {', '.join(tensors)}")
+    ids, weights = tensors["topk_idx"], tensors["topk_weights"]
+    if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"--routing {path}: topk_idx is {ids.dtype} {list(ids.shape)}; it must be int32 or int64 [N, K]")
+    if weights.shape != ids.shape or weights.dtype != torch.float32:
+        raise ValueError(
+            f"--routing {path}: topk_weights is {weights.dtype} {list(weights.shape)}; it must be float32"
+            f" {list(ids.shape)} like topk_idx"
+        )
+    if ids.min() < -1 or ids.max() >= num_ids:
+        raise ValueError(
+            f"--routing {path}: topk_idx is in {int(ids.min())}..{int(ids.max())}; allowed by the model: -1..{num_ids - 1}"
+        )
+    return Routing(ids, weights)
+
+
+def _generator(seed: int, what: str, number: int) -> torch.Generator:
+    """Random numbers that depend on these three only; a plain sum of them would repeat across seeds."""
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {what} {number}".encode()))
+
+
+def _spoil(y: Tensor) -> None:
+    """Flip the sign of the largest value of a row in the middle."""
+    row = y[len(y) // 2]
+    place = row.abs().argmax()
+    row[place] = -row[place]
