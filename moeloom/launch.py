@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -48,6 +49,7 @@ class RankPool:
         topology = Topology.split(ranks, nodes)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["moeloom"])
+        _start_server()
         # this process hosts the store, so that any rank may die without taking it along
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         threads = max(1, torch.get_num_threads() // ranks)
@@ -151,6 +153,16 @@ class RankPool:
                 continue
             results[rank] = value
             pending.discard(rank)
+
+
+def _start_server() -> None:
+    """Start the server process deaf to Ctrl-C: while it loads torch it would die of it with a traceback."""
+    resource_tracker.ensure_running()  # the server would start it, and that unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass

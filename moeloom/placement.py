@@ -34,6 +34,8 @@ class Placement:
         wrong = sorted(placed - set(range(self.num_experts)))
         if wrong:
             raise ValueError(f"slots name experts {wrong[:8]}; allowed: 0..{self.num_experts - 1}")
+        if self.num_experts < 1:
+            raise ValueError(f"num_experts is {self.num_experts}; it must be at least 1")
         missing = sorted(set(range(self.num_experts)) - placed)
         if missing:
             raise ValueError(f"slots leave out experts {missing[:8]}; each of {self.num_experts} needs a slot")

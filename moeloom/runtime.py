@@ -57,14 +57,12 @@ class Runtime:
         backend: str = "auto",
         timeout: float = 300.0,
     ) -> None:
-        if backend not in BACKENDS:
-            raise CapabilityError(f"backend {backend!r} is not in this version; allowed: {', '.join(BACKENDS)}")
-        if max_tokens is not None and max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, or None to grow as needed")
-        if not timeout > 0:
-            raise ValueError(f"timeout is {timeout}; it must be positive seconds")
         rank, num_ranks, store = _meeting_place(group)
         self._peers = Peers(store, rank, num_ranks, timeout)
+        try:
+            _check_arguments(num_ranks, topology, max_tokens, backend, timeout)
+        except Exception as error:
+            raise self._peers.refuse(error) from None
         announced = self._peers.gather(
             "arrival",
             {
@@ -75,8 +73,6 @@ class Runtime:
         )
         _refuse_differences(announced)
         self.topology = topology or Topology.from_names([record["node"] for record in announced])
-        if self.topology.num_ranks != num_ranks:
-            raise ValueError(f"topology is for {self.topology.num_ranks} ranks; the group has {num_ranks}")
         self.rank, self.max_tokens = rank, max_tokens
         self._backend: Backend = CpuBackend(self._peers, store, self.topology, max_tokens)
         self._meter = Meter(self._backend.traffic)
@@ -109,15 +105,10 @@ class Runtime:
                 checks.check_call(x, routing, placement, recipe, self.rank, self.max_tokens)
                 experts.check(placement.num_local(self.rank), x.shape[1])
                 checks.check_out(out, x)
+                plan = plan or self._plan_for(x, routing, placement, recipe, tokens_hint)
             except Exception as error:
                 self._open().refuse("dispatch", error)
                 raise
-            if plan is None:
-                tokens = tokens_hint if tokens_hint is not None else self.max_tokens
-                plan = self.plan(
-                    num_tokens=tokens, hidden=x.shape[1], num_experts=placement.num_experts,
-                    num_topk=routing.num_topk, recipe=recipe,
-                )  # fmt: skip
             y = run_split(
                 self._open(), self._meter, x, routing, experts, placement=placement, recipe=recipe, plan=plan
             )
@@ -158,7 +149,7 @@ class Runtime:
                     check_order(order, alignment, capacity)
                     checks.check_overflow(overflow)
                     checks.check_call(x, routing, placement, recipe_for(x.dtype), self.rank, self.max_tokens)
-                    plan = plan or self._plan_for(x, routing, placement)
+                    plan = plan or self._plan_for(x, routing, placement, recipe_for(x.dtype))
             except Exception as error:
                 self._open().refuse("dispatch", error)
                 raise
@@ -185,6 +176,7 @@ class Runtime:
             try:
                 recipe = recipe or recipe_for(rows.dtype)
                 flat = checks.check_combine(rows, handle, recipe, weighted)
+                checks.check_out(out, flat.new_empty((handle.num_tokens, flat.shape[1]), device="meta"))
             except Exception as error:
                 self._open().refuse("combine", error)
                 raise
@@ -239,13 +231,15 @@ class Runtime:
             raise ValueError(f"placement is for {placement.num_ranks} ranks; the Runtime has {num_ranks}")
         return placement
 
-    def _plan_for(self, x: Tensor, routing: Routing, placement: Placement) -> Plan:
+    def _plan_for(
+        self, x: Tensor, routing: Routing, placement: Placement, recipe: Recipe, tokens_hint: int | None = None
+    ) -> Plan:
         return self.plan(
-            num_tokens=self.max_tokens,
+            num_tokens=self.max_tokens if tokens_hint is None else tokens_hint,
             hidden=x.shape[1],
             num_experts=placement.num_experts,
             num_topk=routing.num_topk,
-            recipe=recipe_for(x.dtype),
+            recipe=recipe,
         )
 
 
@@ -258,6 +252,20 @@ def _poisoned_on_failure(out: Tensor | None) -> Iterator[None]:
         if out is not None and out.is_floating_point():
             out.fill_(float("nan"))
         raise
+
+
+def _check_arguments(
+    num_ranks: int, topology: Topology | None, max_tokens: int | None, backend: str, timeout: float
+) -> None:
+    """Raise unless a Runtime can be made so."""
+    if backend not in BACKENDS:
+        raise CapabilityError(f"backend {backend!r} is not in this version; allowed: {', '.join(BACKENDS)}")
+    if max_tokens is not None and max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, or None to grow as needed")
+    if not timeout > 0:
+        raise ValueError(f"timeout is {timeout}; it must be positive seconds")
+    if topology is not None and topology.num_ranks != num_ranks:
+        raise ValueError(f"topology is for {topology.num_ranks} ranks; the group has {num_ranks}")
 
 
 def _refuse_differences(announced: list[dict]) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import time
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 from moeloom.errors import MoeloomError, PeerTimeout, from_record, to_record
 
 POLL_SECONDS = 0.02
 MAX_ROLL_CALL_SECONDS = 1.0
+MESSAGE_CHARS = 600  # of an error, on its way to other ranks
+NO_STORE = "the group's store does not answer; the process that hosts it, often rank 0's, has ended"
 
 
 class Peers:
@@ -31,11 +33,17 @@ class Peers:
         """Every rank's record, in rank order. Each topic can be used once; used in construction only."""
         if self.store is None:
             return [record]
+        try:
+            return self._gather(self.store, topic, record)
+        except DistError:
+            raise PeerTimeout(f"Runtime construction: {NO_STORE} (phase: {topic})") from None
+
+    def _gather(self, store: Store, topic: str, record: dict) -> list[dict]:
         keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
-        self.store.set(keys[self.rank], json.dumps(record))
+        store.set(keys[self.rank], json.dumps(record))
         deadline = time.monotonic() + self.timeout
         missing = list(range(self.num_ranks))
-        while missing := [rank for rank in missing if not self.store.check([keys[rank]])]:
+        while missing := [rank for rank in missing if not store.check([keys[rank]])]:
             self.raise_if_aborted()
             if time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
@@ -45,18 +53,36 @@ class Peers:
                 )
                 raise self.abort(error)
             time.sleep(POLL_SECONDS)
-        return [json.loads(self.store.get(key)) for key in keys]
+        return [json.loads(store.get(key)) for key in keys]
 
     def abort(self, error: BaseException) -> Exception:
         """Tell all ranks that this Runtime has failed. Returns the error that was told first, the same on every rank."""
         if self.store is None:
             return from_record(to_record(error))
-        told = self.store.compare_set("abort", "", json.dumps(to_record(error)))
-        self.store.set("attention", "1")
+        told = json.dumps(to_record(error))
+        try:
+            told = self.store.compare_set("abort", "", told)
+            self.store.set("attention", "1")
+        except DistError:
+            pass  # nobody can be told; the others find that out by themselves
         return from_record(json.loads(told))
 
+    def refuse(self, error: BaseException) -> Exception:
+        """Tell all ranks why this one cannot take part in the construction. Returns what they all raise, as `abort`."""
+        return self.abort(from_record(self.name_rank(error)))
+
+    def name_rank(self, error: BaseException) -> dict[str, str]:
+        """The error's record, saying which rank is at fault. So does the error itself, if the others raise it alike."""
+        record = to_record(error)
+        if self.num_ranks > 1:
+            prefix = f"rank {self.rank}: "
+            record["message"] = (prefix + record["message"].removeprefix(prefix))[:MESSAGE_CHARS]
+            if record["error"] == type(error).__name__:
+                error.args = (record["message"],)
+        return record
+
     def raise_if_aborted(self) -> None:
-        """Look for news: raise what another rank reported, answer a roll call."""
+        """Look for news: raise what another rank reported, answer a roll call. `DistError` if the store has gone."""
         if self.store is None or not self.store.check(["attention"]):
             return
         if self.store.check(["abort"]):
@@ -65,25 +91,34 @@ class Peers:
 
     def say_closed(self) -> None:
         """Let a later roll call know why this rank is not there."""
-        if self.store is not None:
-            self.store.set(f"closed/{self.rank}", "1")
+        try:
+            if self.store is not None:
+                self.store.set(f"closed/{self.rank}", "1")
+        except DistError:
+            pass  # nobody is left to call the roll
 
     def blame(self, waiting_for: str) -> Exception:
         """Call the roll and abort, naming who did not answer: the rank that waits need not be the one that is late."""
         if self.store is None:
             return MoeloomError(f"{waiting_for}: failed on the only rank")
-        self.store.set(f"here/{self.rank}", "1")
-        self.store.set("attention", "1")
+        try:
+            return self._call_roll(self.store, waiting_for)
+        except DistError:
+            return PeerTimeout(f"{waiting_for}: {NO_STORE}")
+
+    def _call_roll(self, store: Store, waiting_for: str) -> Exception:
+        store.set(f"here/{self.rank}", "1")
+        store.set("attention", "1")
         end = time.monotonic() + self.roll_call_seconds
         while time.monotonic() < end:
             try:
                 self.raise_if_aborted()
-            except MoeloomError as known:
+            except (MoeloomError, ValueError) as known:
                 return known
             time.sleep(POLL_SECONDS)
-        silent = [rank for rank in range(self.num_ranks) if not self.store.check([f"here/{rank}"])]
+        silent = [rank for rank in range(self.num_ranks) if not store.check([f"here/{rank}"])]
         if not silent:
             return self.abort(PeerTimeout(f"{waiting_for}: no progress within {self.timeout:g} s, though all ranks answer"))
-        closed = [rank for rank in silent if self.store.check([f"closed/{rank}"])]
+        closed = [rank for rank in silent if store.check([f"closed/{rank}"])]
         names = ", ".join(f"{rank} (has closed its Runtime)" if rank in closed else str(rank) for rank in silent)
         return self.abort(PeerTimeout(f"{waiting_for}: rank(s) {names} did not come within {self.timeout:g} s"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from typing import Annotated
 
@@ -55,7 +55,9 @@ def run(
     nodes: Annotated[
         int | None, typer.Option(min=1, show_default="1, or those of torchrun", help="Nodes to spread the ranks over.")
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Tokens per rank: one number, or one for each rank: 256,0,17,300.")] = "256",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per rank: one number, or one for each rank: 256,0,17,300.")
+    ] = "256",
     exchange: Annotated[ExchangeChoice, typer.Option(help="How rows cross nodes; auto asks the planner.")] = "auto",
     recipe: Annotated[RecipeName, typer.Option(help="Dtype of tokens, weights and rows.")] = "fp32",
     reduction: Annotated[ReductionName, typer.Option(help="Where a token's rows are summed.")] = "per_rank",
@@ -128,16 +130,21 @@ def execute(settings: Settings, *, debug: bool = False, console: Console | None 
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         return INTERRUPTED
-    except Exception as error:
+    except Exception as error:  # whatever it is, a user gets one line and an exit code
         _report_error(error, debug)
         return FAILED
 
 
-def _events(settings: Settings) -> Iterator[Step | Report]:
+def _events(settings: Settings) -> Generator[Step | Report, None, None]:
     """What happens on rank 0: in this process if torchrun made it a rank, otherwise in a new one."""
     if not dist.is_initialized():
         with RankPool(settings.num_ranks, settings.nodes or DEFAULT_NODES) as pool:
-            yield from pool.stream(run_rank, settings)
+            try:
+                yield from pool.stream(run_rank, settings)
+            except BaseException:
+                for process in pool.processes:
+                    process.kill()  # in the middle of a step it does not listen; the pool would wait a second for each
+                raise
         return
     yield from run_rank(settings)
     dist.barrier()  # nobody leaves while another still reads what it sent
@@ -145,9 +152,9 @@ def _events(settings: Settings) -> Iterator[Step | Report]:
 
 
 def _report_error(error: Exception, debug: bool) -> None:
-    """One line on stderr; with debug the traceback before it, and that of the rank, which the error carries as a note."""
+    """One line on stderr; with debug the traceback before it, and that of the rank, which is a note of the error."""
     if debug:
-        typer.echo("".join(traceback.format_exception(error)), err=True)
+        typer.echo("".join(traceback.format_exception(error)).rstrip() + "\n", err=True)
     where = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
     kind = "" if isinstance(error, MoeloomError | ValueError) else f"{type(error).__name__}: "
     typer.echo(f"error: {where}{kind}{' '.join(str(error).split())}", err=True)

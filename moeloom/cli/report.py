@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import mean, median
 
 from rich import box
@@ -39,8 +40,8 @@ def progress_bar(console: Console) -> Iterator[Callable[[Step], None]]:
         task = progress.add_task("starting ranks", total=None)
 
         def show(step: Step) -> None:
-            # a phase of a single step moves the bar from side to side until the next one
-            progress.update(task, description=step.phase, completed=step.done, total=step.total if step.total > 1 else None)
+            total = step.total if step.total > 1 else None  # no total: the bar moves from side to side
+            progress.update(task, description=step.phase, completed=step.done, total=total)
 
         yield show
 
@@ -67,18 +68,21 @@ def passed(report: Report) -> bool:
 def _print_title(console: Console, settings: Settings, report: Report) -> None:
     shape, tokens = settings.shape, settings.tokens
     name = shape.name if settings.scale == 1 else f"{settings.model} at 1/{settings.scale} width"
-    each = f"{tokens[0]} tokens each" if len(set(tokens)) == 1 else f"{', '.join(map(str, tokens))} tokens"
-    routing = f"{settings.routing} routing" if settings.routing in SYNTHETIC_ROUTING else f"routing of {settings.routing}"
+    each = f"{_count(tokens[0], 'token')} each" if len(set(tokens)) == 1 else f"{', '.join(map(str, tokens))} tokens"
+    routing = f"{settings.routing} routing"
+    if settings.routing not in SYNTHETIC_ROUTING:
+        routing = f"routing of {Path(settings.routing).name}"
     identity = f" (and {shape.num_identity_experts} identity)" if shape.num_identity_experts else ""
-    console.print(
+    _say(
+        console,
         f"{name}: hidden {shape.expert_hidden}, intermediate {shape.intermediate}, {shape.num_experts}{identity}"
         f" experts, top-{settings.num_topk}",
-        style="bold", markup=False,
-    )  # fmt: skip
-    console.print(
+        style="bold",
+    )
+    _say(
+        console,
         f"{_count(settings.num_ranks, 'rank')} on {_count(report.topology.num_nodes, 'node')}, {each}, {routing},"
         f" {settings.recipe}, {report.plan.exchange}",
-        markup=False,
     )
 
 
@@ -117,44 +121,42 @@ def _print_notes(console: Console, settings: Settings) -> None:
     if shared:
         notes.append(f"Not run here: the model's {_count(shared, 'shared expert')}.")
     for note in notes:
-        console.print(note, style="dim", markup=False)
+        _say(console, note, style="dim")
 
 
 def _print_plan(console: Console, report: Report) -> None:
     """`Plan.explain`, long lines continued further in."""
     for line in report.plan.explain().splitlines():
-        start = line[: len(line) - len(line.lstrip())]
-        wrapped = textwrap.wrap(
-            line, console.width, subsequent_indent=start + "      ", break_long_words=False, break_on_hyphens=False
-        )
-        for part in wrapped:
-            console.print(part, style="dim" if start and "*" not in line else None, markup=False)
+        _say(console, line, style="dim" if line.startswith("    ") else None, indent=" " * 8)
+    _say(console, "Expected bytes and time of one rank per layer, on the links of a GPU node.", style="dim")
 
 
 def _print_load(console: Console, settings: Settings, report: Report) -> None:
     """Rows per expert, all of them or the busiest, and per rank."""
-    placement, load = settings.placement, [sum(counts) for counts in zip(*(one.load for one in report.ranks), strict=True)]
+    placement = settings.placement
+    load = [sum(counts) for counts in zip(*(one.load for one in report.ranks), strict=True)]
     experts, identity = load[: placement.num_experts], sum(load[placement.num_experts :])
-    idle, average = experts.count(0), mean(experts)
-    console.print(
-        f"expert load: {sum(experts)} rows, mean {average:.1f}, max {max(experts)} ({_ratio(experts)} of the mean),"
-        f" {idle} of {len(experts)} idle"
+    _say(
+        console,
+        f"expert load: {_count(sum(experts), 'row')}, mean {mean(experts):.1f}, max {max(experts)}"
+        f" ({_ratio(experts)} of the mean), {experts.count(0)} of {len(experts)} idle",
     )
     shown = list(range(len(experts)))
     if len(experts) > MAX_BARS:
         shown = sorted(shown, key=lambda expert: -experts[expert])[:BUSIEST]
     rank_of = {expert: rank for rank, slots in enumerate(placement.slots) for expert in slots}
-    bar, digits = "#" if is_plain(console) else "█", len(str(max(experts)))
-    for expert in shown:
-        filled = round(BAR_WIDTH * experts[expert] / max(1, max(experts)))
-        label = f"  expert {expert:>4} on rank {rank_of[expert]:>2}  {experts[expert]:>{digits}} "
-        console.print(Text(label).append(bar * filled, style="cyan"))
+    bar = "#" if is_plain(console) else "█"
+    widths = (len(str(number)) for number in (len(experts) - 1, placement.num_ranks - 1, max(experts)))
+    wide_id, wide_rank, wide_count = widths
+    for expert in shown if any(experts) else ():
+        label = f"  expert {expert:>{wide_id}}, rank {rank_of[expert]:>{wide_rank}}: {experts[expert]:>{wide_count}} "
+        console.print(Text(label).append(bar * round(BAR_WIDTH * experts[expert] / max(experts)), style="cyan"))
     rest = [experts[expert] for expert in set(range(len(experts))) - set(shown)]
-    if rest:
+    if rest and any(experts):
         console.print(f"  {len(rest)} others: mean {mean(rest):.1f}, least {min(rest)}")
     per_rank = [sum(experts[expert] for expert in slots) for slots in placement.slots]
     listed = f"{', '.join(map(str, per_rank))} rows, " if len(per_rank) <= MAX_BARS else ""
-    console.print(f"rank load: {listed}max {_ratio(per_rank)} of the mean")
+    _say(console, f"rank load: {listed}max {_ratio(per_rank)} of the mean")
     if identity:
         console.print(f"identity experts: {identity} rows, which stay where they are")
 
@@ -168,8 +170,8 @@ def _print_verdict(console: Console, settings: Settings, report: Report) -> None
         worst = max(verdicts.values(), key=lambda one: one.error / one.allowed if one.allowed else 0.0)
         console.print(
             Text("check passed", "bold green").append(
-                f": error {worst.error:.1e}, allowed {worst.allowed:.1e} (twice that of PyTorch in {dtype}),"
-                f" {_count(len(verdicts), 'rank')}, {sum(settings.tokens)} tokens;"
+                f": error {worst.error:.1e}, allowed {worst.allowed:.1e} (twice that of PyTorch in {dtype}),\n"
+                f"{_count(len(verdicts), 'rank')}, {_count(sum(settings.tokens), 'token')};"
                 f" largest difference {max(one.max_difference for one in verdicts.values()):.1e}",
                 "not bold default",
             )
@@ -177,12 +179,11 @@ def _print_verdict(console: Console, settings: Settings, report: Report) -> None
         return
     first = verdicts[wrong[0]]
     names = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
-    console.print(
-        Text("check FAILED", "bold red").append(
-            f" on {names}: error {first.error:.1e}, allowed {first.allowed:.1e} (twice that of PyTorch in {dtype})"
-            f"{f' on rank {wrong[0]}' if len(wrong) > 1 else ''}; largest difference {first.max_difference:.1e}",
-            "not bold default",
-        )
+    console.print(Text("check FAILED", "bold red").append(f" on {names} of {len(verdicts)}", "not bold default"))
+    _say(
+        console,
+        f"rank {wrong[0]}: error {first.error:.1e}, allowed {first.allowed:.1e} (twice that of PyTorch in {dtype});"
+        f" largest difference {first.max_difference:.1e}",
     )
     _print_wrong_row(console, settings, wrong[0], first)
 
@@ -196,8 +197,14 @@ def _print_wrong_row(console: Console, settings: Settings, rank: int, verdict: V
         for expert in row.expert_ids
         if expert >= 0
     )
-    console.print(f"first wrong row: rank {rank}, token {row.token}; experts {experts or 'none'}")
-    console.print(f"its worst element, {row.element}: expected {row.expected:.6g}, got {row.got:.6g}")
+    _say(console, f"first wrong row: rank {rank}, token {row.token}; experts {experts or 'none'}")
+    _say(console, f"its worst element, {row.element}: expected {row.expected:.6g}, got {row.got:.6g}")
+
+
+def _say(console: Console, text: str, style: str | None = None, indent: str = "") -> None:
+    """Print a line, wrapped; rich would leave blanks at the ends. indent: of what does not fit."""
+    lines = textwrap.wrap(text, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)
 
 
 def _seconds(stages: dict[str, StageStats], names: tuple[str, ...]) -> float:

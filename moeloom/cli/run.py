@@ -111,8 +111,10 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class RankReport:
-    """What one rank measured. stages: for each timed step what each stage took. load: its tokens' routed pairs per expert
-    id, identity experts last."""
+    """What one rank measured.
+
+    stages: for each timed step what each stage took. load: its tokens' rows per id, those of identity experts last.
+    """
 
     rank: int
     stages: tuple[dict[str, StageStats], ...]
@@ -134,7 +136,7 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
     with Runtime(max_tokens=max(1, *settings.tokens), timeout=settings.timeout) as runtime:
         rank, topology = runtime.rank, runtime.topology
         if settings.nodes not in (None, topology.num_nodes):
-            raise ValueError(f"--nodes is {settings.nodes}; but the ranks are on {topology.num_nodes} (see MOELOOM_NODE)")
+            raise ValueError(f"--nodes is {settings.nodes}; the ranks are on {topology.num_nodes} (see MOELOOM_NODE)")
         yield Step("making weights", 0, 1)
         experts = make_experts(settings, rank)
         x, routing = make_tokens(settings, rank), make_routing(settings, rank)
@@ -142,7 +144,7 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
         stages = []
         y = x
         for step in range(settings.steps + 1):  # the first warms up and is not counted
-            yield Step("running", step, settings.steps + 1)
+            yield Step("step", step, settings.steps + 1)
             before = runtime.stats()
             y = runtime.moe(x, routing, experts, recipe=settings.recipe, plan=plan)
             stages.append({name: now - before.get(name, StageStats()) for name, now in runtime.stats().items()})
@@ -271,7 +273,7 @@ def load_routing(path: str, num_ids: int) -> Routing:
         raise ValueError(f"--routing {path}: {' and '.join(sorted(missing))} missing; it has {', '.join(tensors)}")
     ids, weights = tensors["topk_idx"], tensors["topk_weights"]
     if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"--routing {path}: topk_idx is {ids.dtype} {list(ids.shape)}; it must be int32 or int64 [N, K]")
+        raise ValueError(f"--routing {path}: topk_idx is {ids.dtype} {list(ids.shape)}; it must be int32/int64 [N, K]")
     if weights.shape != ids.shape or weights.dtype != torch.float32:
         raise ValueError(
             f"--routing {path}: topk_weights is {weights.dtype} {list(weights.shape)}; it must be float32"
@@ -279,7 +281,7 @@ def load_routing(path: str, num_ids: int) -> Routing:
         )
     if ids.min() < -1 or ids.max() >= num_ids:
         raise ValueError(
-            f"--routing {path}: topk_idx is in {int(ids.min())}..{int(ids.max())}; allowed by the model: -1..{num_ids - 1}"
+            f"--routing {path}: topk_idx is in {int(ids.min())}..{int(ids.max())}; the model allows -1..{num_ids - 1}"
         )
     return Routing(ids, weights)
 

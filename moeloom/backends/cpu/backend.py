@@ -89,7 +89,7 @@ def _control_memory(peers: Peers, local_ranks: tuple[int, ...], num_bytes: int) 
             created = SharedFile.create(num_bytes)
             record = {"path": created.path}
         except MoeloomError as error:
-            raise peers.abort(error) from None
+            raise peers.refuse(error) from None
     try:
         paths = peers.gather("control memory", record)
         memory = created or SharedFile.open(paths[local_ranks[0]]["path"], num_bytes)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moeloom.backends.base import Handle
 from moeloom.backends.cpu.paths import carriers_of, send_rows
-from moeloom.backends.cpu.rows import summed_tiles
+from moeloom.backends.cpu.rows import scatter_rows, summed_tiles
 from moeloom.config import Recipe
 from moeloom.layout import hits, lanes, pack_left, pairs_by
 from moeloom.regions import combine_lanes, combine_regions
@@ -76,9 +76,9 @@ class Returned:
         for tile, total in tiles:
             rounded, here = total.to(self.rows.dtype), near[tile]
             if here.all():
-                self.rows[place[tile]] = rounded
+                scatter_rows(self.rows, place[tile], rounded)
                 continue
-            self.rows[place[tile][here]] = rounded[here]
+            scatter_rows(self.rows, place[tile][here], rounded[here])
             leaving = rounded[~here]
             far[begin : begin + len(leaving)] = leaving
             begin += len(leaving)
@@ -102,7 +102,7 @@ def _sum_ranks(cpu: CpuBackend, rows: Tensor, handle: Handle, weighted: bool) ->
         arrived = rows.new_empty(len(messages.tokens), rows.shape[1])
         send_rows(cpu, far, messages.received_from, messages.sent_to, arrived)
         lane = lanes(mask)[messages.tokens, torch.repeat_interleave(torch.tensor(messages.sent_to))]
-        returned.rows[returned.own[messages.tokens] * returned.width + lane] = arrived
+        scatter_rows(returned.rows, returned.own[messages.tokens] * returned.width + lane, arrived)
     return summed_tiles(returned.rows, returned.index(returned.own, mask))
 
 
@@ -150,7 +150,7 @@ def _sum_slots(cpu: CpuBackend, rows: Tensor, handle: Handle, weighted: bool) ->
             in_node = torch.tensor([*(rank in cpu.local_ranks for rank in range(cpu.topology.num_ranks)), False])
             token, topk = in_node[paths.forwarded].nonzero().unbind(1)
             lane = lanes(paths.forwarded >= 0)[token, topk]
-            far = returned.rows[returned.forwarded[token] * returned.width + lane]
+            far = returned.rows.index_select(0, returned.forwarded[token] * returned.width + lane)
             source = torch.repeat_interleave(torch.tensor(messages.received_from))[token]
         else:
             source = paths.source[token][paths.row[token] * returned.width >= len(returned.rows)]
@@ -159,7 +159,7 @@ def _sum_slots(cpu: CpuBackend, rows: Tensor, handle: Handle, weighted: bool) ->
         sent = torch.bincount(source, minlength=cpu.topology.num_ranks)
         send_rows(cpu, far, sent.tolist(), count.tolist(), arrived)
         lane = lanes(mask).reshape(-1)[pairs]
-        returned.rows[returned.own[pairs // num_topk] * returned.width + lane] = arrived
+        scatter_rows(returned.rows, returned.own[pairs // num_topk] * returned.width + lane, arrived)
     weights = pack_left(handle.routing.topk_weights, mask) if weighted else None
     return summed_tiles(returned.rows, returned.index(returned.own, mask), weights)
 

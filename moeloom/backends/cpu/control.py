@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch.distributed import DistError
+
 from moeloom.backends.cpu.shared_memory import SharedFile
 from moeloom.backends.peers import Peers
 from moeloom.errors import MoeloomError, from_record, to_record
@@ -25,7 +27,6 @@ SPINS = 100  # polls that only yield the core (9 us for four ranks on two cores)
 MAX_SLEEP_SECONDS = 1e-3
 NEWS_SECONDS = 0.05
 WORD = 8
-MESSAGE_CHARS = 600
 
 
 def publish(words: memoryview, index: int, value: int) -> None:
@@ -43,8 +44,8 @@ class Control:
         self.peers, self.local_ranks = peers, local_ranks
         self.wire: Wire | None = None
         self.number, self.kind = 0, "construction"
-        self.failure: Exception | None = None
-        self._agreed = False
+        self.failure: dict[str, str] | None = None  # a record: an exception would keep all frames it passed alive
+        self._shown = False  # whether the others have this rank's record of the operation
         self._rounds = self._meetings = 0
         # a slot per local rank: meeting word, then two banks of (round word, length word, record)
         self._record_bytes = -(-(4096 + 24 * peers.num_ranks) // WORD) * WORD
@@ -70,27 +71,32 @@ class Control:
     def operation(self, kind: str) -> Iterator[None]:
         """One collective operation. An exception inside reaches the other ranks, whenever it happens."""
         if self.failure is not None:
-            raise self.failure
-        self.number, self.kind, self._agreed = self.number + 1, kind, False
+            raise from_record(self.failure)
+        self.number, self.kind, self._shown = self.number + 1, kind, False
         try:
             yield
         except AgreedError as agreed:
             raise from_record(agreed.record) from None
         except BaseException as error:
-            if self.failure is None and self._agreed:
-                self.failure = self.peers.abort(_left_unfinished(error, self.peers.rank))
-            elif self.failure is None:
-                self._send({"call": kind, **to_record(error)}, wait=False)
+            if self.failure is None and self.peers.num_ranks > 1:
+                self._tell(error)
             raise
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell why this rank leaves the operation: with a record in place of its own, or out of band if it showed one."""
+        if self._shown:
+            left = MoeloomError(f"rank {self.peers.rank} left an operation unfinished: {type(error).__name__}: {error}")
+            self.failure = to_record(self.peers.abort(left))
+        else:
+            self._send({"call": self.kind, **self.peers.name_rank(error)}, wait=False)
 
     def agree(self, same: dict, own: dict | None = None, error: Exception | None = None) -> list[dict]:
         """Show every rank what this one wants; returns all `own` records in rank order.
 
         Raises the same error on all ranks if one of them reports an error, or if a value of `same` differs.
         """
-        record = {"call": self.kind, "same": same, "own": own or {}} if error is None else to_record(error)
+        record = {"call": self.kind, "same": same, "own": own or {}} if error is None else self.peers.name_rank(error)
         records = self._send({"call": self.kind, **record}, wait=True)
-        self._agreed = True
         calls = [record["call"] for record in records]
         for rank, record in enumerate(records):
             if calls[rank] != calls[0]:
@@ -136,44 +142,55 @@ class Control:
                 self.fail(phase)
             if now > next_news:
                 next_news = now + NEWS_SECONDS
-                self._look_for_news()
+                self._look_for_news(phase)
 
     def fail(self, phase: str, reason: str = "") -> None:
         """Give up this Runtime: raise the error that all ranks will raise."""
         where = f"{self.kind} #{self.number}, phase {phase}" + (f" ({reason})" if reason else "")
-        self.failure = self.peers.blame(where)
-        raise self.failure
+        error = self.peers.blame(where)
+        self.failure = to_record(error)
+        raise error
 
-    def _look_for_news(self) -> None:
+    def _look_for_news(self, phase: str) -> None:
         try:
             self.peers.raise_if_aborted()
+        except DistError:
+            self.fail(phase)
         except Exception as told:
-            self.failure = told
+            self.failure = to_record(told)
             raise
 
     def _send(self, record: dict, wait: bool) -> list[dict]:
         """One round: this rank's record out, all records in (an empty list without waiting)."""
-        if "message" in record:
-            record["message"] = record["message"][:MESSAGE_CHARS]
         data = json.dumps(record).encode()
         if len(data) > self._record_bytes:
             raise MoeloomError(f"{self.kind}: a record of {len(data)} bytes is longer than {self._record_bytes}")
-        self._rounds += 1
         if self.peers.num_ranks == 1:
             return [record]
         if self.wire is not None:
+            self._shown = True
             return [json.loads(data) for data in self.wire.gather(data, self._record_bytes, wait)]
-        bank = 1 + (self._rounds % 2) * (2 + self._record_bytes // WORD)
-        slot = self.local_ranks.index(self.peers.rank) * self._slot_words + bank
+        # who did not wait in earlier rounds waits here: the bank is free when all have entered the round before
+        self.wait(lambda: self._all_in_round(self._rounds), "agreement")
+        self._rounds += 1
+        self._shown = True
+        slot = self._slots(self._rounds)[self.local_ranks.index(self.peers.rank)]
         self._words[slot + 1] = len(data)
         self._bytes[(slot + 2) * WORD : (slot + 2) * WORD + len(data)] = data
         publish(self._words, slot, self._rounds)
         if not wait:
             return []
-        slots = range(bank, len(self.local_ranks) * self._slot_words, self._slot_words)
-        target, words = self._rounds, self._words
-        self.wait(lambda: all(words[slot] == target for slot in slots), "agreement")
-        return [json.loads(self._read(slot)) for slot in slots]
+        self.wait(lambda: self._all_in_round(self._rounds), "agreement")
+        return [json.loads(self._read(slot)) for slot in self._slots(self._rounds)]
+
+    def _slots(self, number: int) -> range:
+        """Where each local rank's record of a round is."""
+        bank = 1 + (number % 2) * (2 + self._record_bytes // WORD)
+        return range(bank, len(self.local_ranks) * self._slot_words, self._slot_words)
+
+    def _all_in_round(self, number: int) -> bool:
+        """Whether every rank of the node has shown its record of a round."""
+        return all(self._words[slot] == number for slot in self._slots(number))
 
     def _read(self, slot: int) -> bytes:
         begin = (slot + 2) * WORD
@@ -186,7 +203,3 @@ class AgreedError(Exception):
     def __init__(self, record: dict) -> None:
         super().__init__(record["message"])
         self.record = record
-
-
-def _left_unfinished(error: BaseException, rank: int) -> MoeloomError:
-    return MoeloomError(f"rank {rank} left an operation unfinished: {type(error).__name__}: {error}")

@@ -85,7 +85,7 @@ def spread(cpu: CpuBackend, rows: Tensor, region: Tensor, space: TokenSpace, mes
         else:
             arrived = rows.new_empty(count, rows.shape[1])
             places.append(arrived)
-        send_rows(cpu, rows[messages.tokens], messages.sent_to, messages.received_from, arrived)
+        send_rows(cpu, rows.index_select(0, messages.tokens), messages.sent_to, messages.received_from, arrived)
     cpu.traffic.scale_up_bytes += rows.nbytes if len(cpu.local_ranks) > 1 else 0
     cpu.control.meet("rows of the node")
     return places

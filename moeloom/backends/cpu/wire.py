@@ -28,7 +28,7 @@ class Wire:
             self._group = ProcessGroupGloo(PrefixStore("gloo", store), control.peers.rank, self._num_ranks, limit)
         except RuntimeError as error:
             control.fail("connecting the nodes", _first_line(error))
-        self._unfinished: list[tuple[object, Tensor, Tensor]] = []
+        self._unfinished: list[tuple[torch.distributed.Work, Tensor, Tensor]] = []
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int], phase: str, out: Tensor) -> None:
         """Send `rows [sum(sent), ...]`, grouped by destination rank; fill `out [sum(received), ...]` by source rank."""
@@ -47,6 +47,7 @@ class Wire:
         ones = [1] * self._num_ranks
         work = self._start(table, lines, ones, ones)
         if not wait:
+            self._unfinished = [sent for sent in self._unfinished if not sent[0].is_completed()]
             self._unfinished.append((work, table, lines))
             return []
         self._finish(work, "agreement")
@@ -73,7 +74,6 @@ class Wire:
             work.wait()
         except RuntimeError as error:
             self._control.fail(phase, _first_line(error))
-
 
 
 def _first_line(error: BaseException) -> str:
