@@ -32,8 +32,5 @@ class SwiGLU:
         if self.clamp is not None:
             gate = gate.clamp(max=self.clamp)
             up = up.clamp(min=-self.clamp, max=self.clamp)
-        if self.alpha == 1.0:
-            glu = torch.nn.functional.silu(gate)
-        else:
-            glu = torch.sigmoid(gate * self.alpha).mul_(gate)
-        return glu.mul_(up + self.up_offset if self.up_offset else up)
+        glu = torch.nn.functional.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
+        return glu * (up + self.up_offset if self.up_offset else up)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from moeloom.activation import Activation, SwiGLU
@@ -50,6 +51,15 @@ class Experts:
     def intermediate(self) -> int:
         """I."""
         return self.down.shape[2]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that there are, by field name."""
+        named = {name: getattr(self, name) for name in ("gate_up", "down", "gate_up_bias", "down_bias")}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def zero_grads(self) -> dict[str, Tensor]:
+        """Zeros shaped like each tensor that requires a gradient."""
+        return {name: torch.zeros_like(tensor) for name, tensor in self.tensors().items() if tensor.requires_grad}
 
     def check(self, num_local: int, hidden: int) -> None:
         """Raise `ValueError` unless shapes, dtypes and options fit together and to this rank's `num_local` slots."""

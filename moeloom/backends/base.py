@@ -44,6 +44,19 @@ class Handle:
     paths: Any
 
 
+@dataclass(frozen=True, eq=False)
+class ExpertGrads:
+    """Gradients of the experts stage.
+
+    rows: shaped like the received rows, of their dtype. row_weights: `[R]` fp32. weights: by field name of `Experts`, only
+    for those that require one. Padding rows and experts without rows get zeros.
+    """
+
+    rows: Tensor
+    row_weights: Tensor
+    weights: dict[str, Tensor]
+
+
 @dataclass
 class Traffic:
     """Bytes that this rank has put on each link, and rows it has received; grows over the Runtime's life."""
@@ -67,8 +80,13 @@ class Backend(Protocol):
     def experts(self, received: Received, experts: Experts, recipe: Recipe) -> Tensor:
         """up/gate, activation, router weight, down, for every received row."""
 
-    def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
-        """Bring the expert rows back and sum them: `[T, H]`."""
+    def experts_backward(self, received: Received, d_out: Tensor, experts: Experts, recipe: Recipe) -> ExpertGrads:
+        """Gradients of `experts` for the gradient `d_out` of its result."""
+
+    def combine(
+        self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True
+    ) -> Tensor:
+        """Bring the expert rows back and sum them: `[T, H]`. identity: add what identity experts return."""
 
     def refuse(self, kind: str, error: Exception) -> None:
         """Take part in operation `kind` by telling the other ranks why this rank cannot."""

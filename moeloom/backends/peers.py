@@ -97,16 +97,19 @@ class Peers:
         except DistError:
             pass  # nobody is left to call the roll
 
-    def blame(self, waiting_for: str) -> Exception:
-        """Call the roll and abort, naming who did not answer: the rank that waits need not be the one that is late."""
+    def blame(self, waiting_for: str, seconds: float) -> Exception:
+        """Call the roll and abort, naming who did not answer: the rank that waits need not be the one that is late.
+
+        seconds: how long the others have been given.
+        """
         if self.store is None:
             return MoeloomError(f"{waiting_for}: failed on the only rank")
         try:
-            return self._call_roll(self.store, waiting_for)
+            return self._call_roll(self.store, waiting_for, seconds)
         except DistError:
             return PeerTimeout(f"{waiting_for}: {NO_STORE}")
 
-    def _call_roll(self, store: Store, waiting_for: str) -> Exception:
+    def _call_roll(self, store: Store, waiting_for: str, seconds: float) -> Exception:
         store.set(f"here/{self.rank}", "1")
         store.set("attention", "1")
         end = time.monotonic() + self.roll_call_seconds
@@ -118,7 +121,7 @@ class Peers:
             time.sleep(POLL_SECONDS)
         silent = [rank for rank in range(self.num_ranks) if not store.check([f"here/{rank}"])]
         if not silent:
-            return self.abort(PeerTimeout(f"{waiting_for}: no progress within {self.timeout:g} s, though all ranks answer"))
+            return self.abort(PeerTimeout(f"{waiting_for}: no progress within {seconds:g} s, though all ranks answer"))
         closed = [rank for rank in silent if store.check([f"closed/{rank}"])]
         names = ", ".join(f"{rank} (has closed its Runtime)" if rank in closed else str(rank) for rank in silent)
-        return self.abort(PeerTimeout(f"{waiting_for}: rank(s) {names} did not come within {self.timeout:g} s"))
+        return self.abort(PeerTimeout(f"{waiting_for}: rank(s) {names} did not come within {seconds:g} s"))

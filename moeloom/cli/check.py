@@ -16,8 +16,8 @@ from moeloom.reference import Expert, moe_reference
 from moeloom.types import Routing
 
 ALLOWED_RATIO = 2.0  # of our error to PyTorch's: both round, in different places
-# PyTorch gets at least so many rows: for fewer it sums products in another order, with a third of the error in fp32, and
-# the check would fail where the experts of a few tokens are computed as those of many are
+# PyTorch gets no fewer rows than this in a product: for fewer it sums in another order, in fp32 with down to a third of
+# the error, and the check would fail where a few tokens are computed as exactly as many are
 MIN_PEER_ROWS = 16
 WRONG_ROW_RATIO = 8.0  # of a row's error to that of PyTorch's worst row
 

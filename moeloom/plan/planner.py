@@ -26,7 +26,7 @@ def choose(problem: Problem, topology: Topology) -> Plan:
     return Plan(best.pipeline, best.exchange, reason, candidates)
 
 
-def reached(num_domains: int, share: float, num_topk: int) -> float:
+def reached(num_domains: float, share: float, num_topk: int) -> float:
     """Expected number of `num_domains` domains, each holding `share` of the experts, that a token reaches.
 
     Uniform routing: 1 - (1 - share)^K for each.

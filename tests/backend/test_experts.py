@@ -31,7 +31,9 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def make_experts(num: int, hidden: int, intermediate: int, dtype: torch.dtype, bias: bool = False, **options: Any) -> Experts:
+def make_experts(
+    num: int, hidden: int, intermediate: int, dtype: torch.dtype, bias: bool = False, **options: Any
+) -> Experts:
     """Random weights; gate's and up's sizes differ, so that one cannot pass for the other."""
     gate_up = normal(num, 2 * intermediate, hidden, seed=1, scale=2.0 * hidden**-0.5)
     gate_up[:, ::3] *= 0.5
@@ -42,7 +44,9 @@ def make_experts(num: int, hidden: int, intermediate: int, dtype: torch.dtype, b
     return Experts(gate_up.to(dtype), down.to(dtype), **options)
 
 
-def make_received(counts: list[int], hidden: int, dtype: torch.dtype, alignment: int = 1, order: Any = "expert") -> Received:
+def make_received(
+    counts: list[int], hidden: int, dtype: torch.dtype, alignment: int = 1, order: Any = "expert"
+) -> Received:
     """Rows as dispatch lays them out; padding rows hold NaN."""
     depth = -(-max(counts, default=0) // alignment) * alignment
     sizes = [depth if order == "batched" else -(-count // alignment) * alignment for count in counts]
@@ -87,6 +91,11 @@ def check(rt: Runtime, received: Received, experts: Experts, recipe: Recipe) -> 
     assert got.dtype == recipe.dtype
     assert not got[received.topk_idx < 0].any(), "padding rows must be zeros"
     assert_close_by_rule(got, plain(received, experts, torch.float64), plain(received, experts, recipe.dtype))
+
+
+def input_major(weight: Tensor) -> Tensor:
+    """The same values with the input's dimension first in memory, as gpt-oss keeps them."""
+    return weight.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def double_relu(gate: Tensor, up: Tensor) -> Tensor:
@@ -171,8 +180,8 @@ def test_bf16_is_rounded_where_the_contract_says(alone: Runtime, bias: bool, on_
 @pytest.mark.parametrize("hidden_first", [False, True])
 def test_transposed_weights_are_right_by_the_rule(alone: Runtime, recipe: Recipe, hidden_first: bool) -> None:
     experts = make_experts(len(COUNTS), 40, 24, recipe.dtype, bias=True)
-    if hidden_first:  # gpt-oss keeps [L, H, 2I] and [L, I, H]
-        gate_up, down = (weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in (experts.gate_up, experts.down))
+    if hidden_first:
+        gate_up, down = input_major(experts.gate_up), input_major(experts.down)
     else:  # every other element of a wider tensor
         gate_up, down = (torch.stack([weight, weight * 2], -1)[..., 0] for weight in (experts.gate_up, experts.down))
     assert not gate_up.is_contiguous() and not down.is_contiguous()
@@ -211,20 +220,30 @@ def threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize(
-    ("hidden", "intermediate"), [(1, 1), (16, 32), (33, 17), (64, 48), (100, 7), (256, 128), (576, 320)], ids=str
-)
+    ("hidden", "intermediate", "transposed"),
+    [
+        (1, 1, False), (5, 3, False), (33, 5, False), (16, 32, False), (33, 17, False), (64, 48, False),
+        (100, 7, False), (256, 128, False), (576, 320, False),
+        (9, 5, True), (33, 17, True), (100, 7, True), (256, 128, True),
+    ],
+)  # fmt: skip
 def test_a_rows_bits_do_not_depend_on_its_company(
-    alone: Runtime, threads: None, recipe: Recipe, hidden: int, intermediate: int
+    alone: Runtime, threads: None, recipe: Recipe, hidden: int, intermediate: int, transposed: bool
 ) -> None:
     count = 301
     experts = make_experts(1, hidden, intermediate, recipe.dtype, bias=True)
+    if transposed:
+        gate_up, down = (
+            weight.transpose(1, 2).contiguous().transpose(1, 2) for weight in (experts.gate_up, experts.down)
+        )
+        experts = replace(experts, gate_up=gate_up, down=down)
     whole = make_received([count], hidden, recipe.dtype)
 
     def part(begin: int, end: int) -> Tensor:
-        cut = {"rows": whole.rows[begin:end], "topk_idx": whole.topk_idx[begin:end]}
         one = replace(
             whole,
-            **cut,
+            rows=whole.rows[begin:end],
+            topk_idx=whole.topk_idx[begin:end],
             topk_weights=whole.topk_weights[begin:end],
             expert_start=torch.tensor([0, end - begin]),
             num_tokens_per_expert=torch.tensor([end - begin]),
@@ -257,7 +276,14 @@ def test_a_rows_bits_do_not_depend_on_other_experts_rows(alone: Runtime) -> None
 def test_inputs_are_left_alone_and_nothing_stale_is_kept(alone: Runtime, recipe: Recipe) -> None:
     experts = make_experts(len(COUNTS), 33, 17, recipe.dtype, bias=True)
     received = make_received(COUNTS, 33, recipe.dtype)
-    inputs = [experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias, received.rows, received.topk_weights]
+    inputs = [
+        experts.gate_up,
+        experts.down,
+        experts.gate_up_bias,
+        experts.down_bias,
+        received.rows,
+        received.topk_weights,
+    ]
     before = [(tensor.clone(), tensor.data_ptr(), tensor._version) for tensor in inputs]
     run(alone, received, experts, recipe)
     for tensor, (values, pointer, version) in zip(inputs, before, strict=True):
@@ -274,11 +300,14 @@ def peak_bytes() -> int:
 
 def measure_memory(dtype: torch.dtype, intermediate: int) -> int:
     """In a fresh process: by how much the experts' computation raises the peak."""
-    hidden, num = 1024, 8
+    hidden, num = 1024, 4
     recipe = BF16 if dtype == torch.bfloat16 else FP32
 
     def filled(count: int) -> Experts:
-        one = Experts(torch.empty(count, 2 * intermediate, hidden, dtype=dtype), torch.empty(count, hidden, intermediate, dtype=dtype))
+        one = Experts(
+            torch.empty(count, 2 * intermediate, hidden, dtype=dtype),
+            torch.empty(count, hidden, intermediate, dtype=dtype),
+        )
         one.gate_up.fill_(0.01), one.down.fill_(0.01)
         return one
 
@@ -290,13 +319,15 @@ def measure_memory(dtype: torch.dtype, intermediate: int) -> int:
         return peak_bytes() - before
 
 
-@pytest.mark.parametrize("intermediate", [512, 1024])
-def test_bf16_weights_take_the_memory_of_one_expert_more(intermediate: int) -> None:
+def test_bf16_weights_take_the_memory_of_one_expert_more() -> None:
+    intermediate = 2048
     one_expert = 4 * 3 * intermediate * 1024
     (extra,) = launch(measure_memory, 1, args=(torch.bfloat16, intermediate), timeout=60)
-    assert 0.5 * one_expert < extra < 1.4 * one_expert, f"{extra / 1e6:.1f} MB, one expert has {one_expert / 1e6:.1f} MB"
+    assert 0.5 * one_expert < extra < 1.5 * one_expert, (
+        f"{extra / 1e6:.1f} MB, one expert has {one_expert / 1e6:.1f} MB"
+    )
 
 
 def test_fp32_weights_take_no_memory_more() -> None:
-    (extra,) = launch(measure_memory, 1, args=(torch.float32, 1024), timeout=60)
-    assert extra < 3e6, f"{extra / 1e6:.1f} MB"
+    (extra,) = launch(measure_memory, 1, args=(torch.float32, 2048), timeout=60)
+    assert extra < 6e6, f"{extra / 1e6:.1f} MB"

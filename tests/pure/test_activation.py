@@ -30,7 +30,9 @@ def formula(activation: SwiGLU, gate: float, up: float) -> float:
 @pytest.mark.parametrize("activation", VARIANTS, ids=str)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 2e-6)])
 def test_the_formula(activation: SwiGLU, dtype: torch.dtype, tolerance: float) -> None:
-    gate, up = (part.flatten() for part in torch.meshgrid(*[torch.tensor(VALUES, dtype=torch.float32)] * 2, indexing="ij"))
+    gate, up = (
+        part.flatten() for part in torch.meshgrid(*[torch.tensor(VALUES, dtype=torch.float32)] * 2, indexing="ij")
+    )
     wanted = [formula(activation, g, u) for g, u in zip(gate.tolist(), up.tolist(), strict=True)]
     got = activation(gate.to(dtype), up.to(dtype))
     assert got.dtype == dtype

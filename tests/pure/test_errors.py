@@ -17,7 +17,9 @@ def test_another_rank_raises_the_same(cls: type[Exception]) -> None:
     assert type(error) is cls and str(error) == "rank 1: topk_idx[3, 0] is 9\n\u2026"
 
 
-@pytest.mark.parametrize("foreign", [KeyError("a"), RuntimeError("out of memory"), KeyboardInterrupt(), RankFailed("gone")])
+@pytest.mark.parametrize(
+    "foreign", [KeyError("a"), RuntimeError("out of memory"), KeyboardInterrupt(), RankFailed("gone")]
+)
 def test_what_is_not_known_everywhere_keeps_its_name(foreign: BaseException) -> None:
     error = from_record(to_record(foreign))
     assert type(error) is MoeloomError

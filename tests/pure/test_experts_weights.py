@@ -32,7 +32,10 @@ def test_right_ones_pass() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate_up": torch.zeros(L, 2 * I, H + 1)}, r"gate_up is \[3, 8, 7\]; with 3 slots, hidden 6 and intermediate 4"),
+        (
+            {"gate_up": torch.zeros(L, 2 * I, H + 1)},
+            r"gate_up is \[3, 8, 7\]; with 3 slots, hidden 6 and intermediate 4",
+        ),
         ({"gate_up": torch.zeros(L, I, H)}, r"gate_up is \[3, 4, 6\]; .* it must be \[3, 8, 6\]"),
         ({"gate_up": torch.zeros(L + 1, 2 * I, H)}, r"gate_up is \[4, 8, 6\]"),
         ({"down": torch.zeros(L, H + 1, I)}, r"down is \[3, 7, 4\]; .* it must be \[3, 6, 4\]"),
@@ -44,6 +47,7 @@ def test_right_ones_pass() -> None:
         ({"down_bias": torch.zeros(L, H)}, "give both or neither"),
         ({"gate_up_bias": torch.zeros(L, I), "down_bias": torch.zeros(L, H)}, r"gate_up_bias is \[3, 4\]; .*\[3, 8\]"),
         ({"gate_up_bias": torch.zeros(L, 2 * I), "down_bias": torch.zeros(H)}, r"down_bias is \[6\]; .*\[3, 6\]"),
+        ({"gate_up_bias": torch.zeros(L, 2 * I), "down_bias": torch.zeros(L, I)}, r"down_bias is \[3, 4\]; .*\[3, 6\]"),
     ],
 )
 def test_wrong_ones_are_refused_by_name(changes: dict, message: str) -> None:

@@ -28,7 +28,9 @@ def tensor(table: Table, num_topk: int) -> Tensor:
     return torch.tensor(table, dtype=torch.int64).reshape(-1, num_topk)
 
 
-def rows_of(table: Table, num_local: int, order: str, alignment: int, capacity: int | None) -> tuple[list[Row], list[int]]:
+def rows_of(
+    table: Table, num_local: int, order: str, alignment: int, capacity: int | None
+) -> tuple[list[Row], list[int]]:
     """Every row, and where each expert's begin, as if there were no capacity ("batched": with it)."""
     groups: list[list[Row]] = [
         [(token, k) for token, row in enumerate(table) for k, slot in enumerate(row) if slot == expert]

@@ -83,7 +83,9 @@ def test_locate_is_what_loops_say(table: tuple[Slots, int], draw: st.DataObject)
     sources = draw.draw(st.lists(st.integers(0, 5), min_size=len(ids), max_size=len(ids)))
     tokens = draw.draw(st.lists(st.integers(0, 1000), min_size=len(ids), max_size=len(ids)))
     topk_idx = torch.tensor(ids, dtype=torch.int64).reshape(-1, 3)
-    rank, slot = placement.locate(topk_idx, torch.tensor(sources, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64))
+    rank, slot = placement.locate(
+        topk_idx, torch.tensor(sources, dtype=torch.int64), torch.tensor(tokens, dtype=torch.int64)
+    )
     wanted = []
     for experts, source, token in zip(ids, sources, tokens, strict=True):
         homes = [homes_of(slots, expert) for expert in experts]
@@ -97,7 +99,9 @@ def test_locate_is_what_loops_say(table: tuple[Slots, int], draw: st.DataObject)
 def test_one_source_for_all_tokens_is_the_same_source_for_each() -> None:
     placement = Placement.from_slots([[0, 1], [1, 0, 0]])
     ids, token = torch.tensor([[0, 1], [1, 0], [-1, 0]]), torch.arange(3)
-    for one, each in zip(placement.locate(ids, 2, token), placement.locate(ids, torch.full((3,), 2), token), strict=True):
+    for one, each in zip(
+        placement.locate(ids, 2, token), placement.locate(ids, torch.full((3,), 2), token), strict=True
+    ):
         assert torch.equal(one, each)
 
 

@@ -121,5 +121,5 @@ def test_recipes() -> None:
 def test_recipes_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match="reduction is 'random'; allowed: per_rank, per_slot"):
         Recipe("mine", torch.float32, "random")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="x has dtype torch.float16; allowed: torch.float32, torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"x has dtype torch\.float16; allowed: torch\.float32, torch\.bfloat16"):
         recipe_for(torch.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -71,7 +72,7 @@ def test_regions_are_disjoint_and_within_the_total(sizes: list[tuple[int, int]],
     for region, (begin, end) in zip(regions, placed, strict=True):
         assert begin % ALIGNMENT_BYTES == 0
         assert end - begin == num_local * region.rows * region.row_bytes
-    for (_, end), (begin, _) in zip(placed, placed[1:], strict=False):
+    for (_, end), (begin, _) in itertools.pairwise(placed):
         assert begin >= end
     assert placed[-1][1] <= num_local * total_bytes(regions)
 

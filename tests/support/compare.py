@@ -32,7 +32,7 @@ def relative_error(got: Tensor, truth: Tensor) -> float:
 
 
 def plain_expert(experts: Experts, slot: int, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """One expert on rows `x [n, H]`, as PyTorch code for `dtype` has it; activation and router weight in at least fp32."""
+    """One expert on rows `x [n, H]`, as PyTorch code for `dtype` has it; activation and weight at least in fp32."""
     wide = torch.promote_types(dtype, torch.float32)
     weight = weight.to(wide).unsqueeze(1)
     gate_up, down = experts.gate_up[slot].to(dtype), experts.down[slot].to(dtype)
@@ -53,7 +53,11 @@ def plain_expert(experts: Experts, slot: int, x: Tensor, weight: Tensor, dtype: 
 
 
 def plain_layer(
-    experts: Experts, x: Tensor, routing: Routing, dtype: torch.dtype, slot_of: Callable[[int], int | None] = lambda e: e
+    experts: Experts,
+    x: Tensor,
+    routing: Routing,
+    dtype: torch.dtype,
+    slot_of: Callable[[int], int | None] = lambda e: e,
 ) -> Tensor:
     """The layer, pair by pair of (expert, top-k), summed in at least fp32 and rounded once.
 
@@ -75,6 +79,6 @@ def plain_layer(
 
 
 def assert_close_by_rule(got: Tensor, truth: Tensor, peer: Tensor) -> None:
-    """Our error is at most twice the peer's. truth: in fp64, of the same inputs; peer: by plain PyTorch in our dtype."""
+    """Our error is at most twice the peer's. truth: in fp64, of the same inputs; peer: plain PyTorch in our dtype."""
     error, peer_error = relative_error(got, truth), relative_error(peer, truth)
     assert error <= ALLOWED_RATIO * peer_error, f"error {error:.3e}, of PyTorch {peer_error:.3e}"

@@ -8,12 +8,12 @@ import sys
 from torch import Tensor
 from torch.distributed import Store
 
-from moeloom.backends.base import Handle, RowOrder, Traffic
+from moeloom.backends.base import ExpertGrads, Handle, RowOrder, Traffic
 from moeloom.backends.cpu.buffers import SymmetricBuffer
 from moeloom.backends.cpu.combine import combine
 from moeloom.backends.cpu.control import Control
 from moeloom.backends.cpu.dispatch import dispatch
-from moeloom.backends.cpu.experts import experts
+from moeloom.backends.cpu.experts import experts, experts_backward
 from moeloom.backends.cpu.shared_memory import SharedFile
 from moeloom.backends.cpu.wire import Wire
 from moeloom.backends.peers import Peers
@@ -59,9 +59,15 @@ class CpuBackend:
         """See `Backend.experts`."""
         return experts(self, received, weights, recipe)
 
-    def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
+    def experts_backward(self, received: Received, d_out: Tensor, weights: Experts, recipe: Recipe) -> ExpertGrads:
+        """See `Backend.experts_backward`."""
+        return experts_backward(self, received, d_out, weights, recipe)
+
+    def combine(
+        self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True
+    ) -> Tensor:
         """See `Backend.combine`."""
-        return combine(self, rows, handle, recipe, weighted)
+        return combine(self, rows, handle, recipe, weighted, identity)
 
     def refuse(self, kind: str, error: Exception) -> None:
         """See `Backend.refuse`. Raises the error on this rank."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moeloom.backends.base import Handle
+from moeloom.backends.base import Handle, Traffic
 from moeloom.backends.cpu.paths import carriers_of, send_rows
 from moeloom.backends.cpu.rows import scatter_rows, summed_tiles
 from moeloom.config import Recipe
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 Tiles = Iterator[tuple[slice, Tensor]]
 
 
-def combine(cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
+def combine(
+    cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool
+) -> Tensor:
     """See `Backend.combine`. rows: `[num_rows, H]`, as dispatch laid them out."""
     with cpu.control.operation("combine"):
         wanted = {"handle of operation": handle.number, "hidden": rows.shape[1], "dtype": str(rows.dtype)}
@@ -39,8 +41,8 @@ def combine(cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe, weigh
             tiles = _sum_ranks(cpu, rows, handle, weighted)
         y = rows.new_empty(handle.num_tokens, rows.shape[1])
         for tile, total in tiles:
-            if handle.placement.num_identity:
-                _add_identity(total, handle, tile, recipe)
+            if identity and handle.x is not None:
+                _add_identity(total, handle.x[tile].float(), handle, tile, recipe)
             y[tile] = total
         return y
 
@@ -50,12 +52,15 @@ class Returned:
     """Rows of contributions: `width` lanes beside each token row of the node's symmetric buffer.
 
     rows: `[token rows * width, H]`. own, forwarded: the token rows of this rank's tokens and of those it forwards.
+    part: the token rows of this rank's part.
     """
 
     rows: Tensor
     width: int
     own: Tensor
     forwarded: Tensor
+    part: range
+    traffic: Traffic
 
     @classmethod
     def make(cls, cpu: CpuBackend, rows: Tensor, handle: Handle, width: int) -> Returned:
@@ -63,14 +68,17 @@ class Returned:
         space, paths = handle.paths.space, handle.paths
         regions = combine_regions(space, rows.shape[1], width, rows.dtype.itemsize)
         cpu.buffer.ensure(regions)
-        own = cpu.local_index * space.rows + torch.arange(handle.num_tokens)
-        forwarded = cpu.local_index * space.rows + space.max_tokens + torch.arange(len(paths.forwarded))
-        return cls(cpu.buffer.view(regions, "returned", rows.dtype), width, own, forwarded)
+        part = range(cpu.local_index * space.rows, (cpu.local_index + 1) * space.rows)
+        own = part.start + torch.arange(handle.num_tokens)
+        forwarded = part.start + space.max_tokens + torch.arange(len(paths.forwarded))
+        return cls(cpu.buffer.view(regions, "returned", rows.dtype), width, own, forwarded, part, cpu.traffic)
 
     def put(self, tiles: Tiles, row: Tensor, lane: Tensor) -> Tensor:
         """Write each sum into its lane. Those of tokens from beyond the node (direct) are returned, in order."""
         place = row * self.width + lane
         near = row * self.width < len(self.rows)
+        elsewhere = near & ((row < self.part.start) | (row >= self.part.stop))
+        self.traffic.scale_up_bytes += int(elsewhere.sum()) * self.rows.shape[1] * self.rows.element_size()
         far = self.rows.new_empty(int((~near).sum()), self.rows.shape[1])
         begin = 0
         for tile, total in tiles:
@@ -172,12 +180,10 @@ def _local_sums(rows: Tensor, handle: Handle, weighted: bool) -> Tiles:
     return summed_tiles(rows, pack_left(pos, kept), weights)
 
 
-def _add_identity(total: Tensor, handle: Handle, tile: slice, recipe: Recipe) -> None:
+def _add_identity(total: Tensor, x: Tensor, handle: Handle, tile: slice, recipe: Recipe) -> None:
     """Add the identity experts' term, last: their rows (rounded like any expert's) summed in slot order."""
-    assert handle.x is not None
     topk_idx, weights = handle.routing.topk_idx[tile], handle.routing.topk_weights[tile]
     identity = handle.placement.is_identity(topk_idx)
-    x = handle.x[tile].float()
     term = torch.zeros_like(total)
     for k in range(topk_idx.shape[1]):
         row = (x * weights[:, k].unsqueeze(1)).to(recipe.dtype).float()

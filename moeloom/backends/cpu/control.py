@@ -145,9 +145,9 @@ class Control:
                 self._look_for_news(phase)
 
     def fail(self, phase: str, reason: str = "") -> None:
-        """Give up this Runtime: raise the error that all ranks will raise."""
+        """Give up this Runtime: raise the error that all ranks will raise. reason: why before the deadline."""
         where = f"{self.kind} #{self.number}, phase {phase}" + (f" ({reason})" if reason else "")
-        error = self.peers.blame(where)
+        error = self.peers.blame(where, self.peers.roll_call_seconds if reason else self.peers.timeout)
         self.failure = to_record(error)
         raise error
 

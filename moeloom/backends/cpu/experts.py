@@ -1,12 +1,15 @@
-"""experts on CPUs: fp32 products tile by tile, rounding where the GPU rounds."""
+"""experts on CPUs: fp32 products tile by tile, rounding where the GPU rounds; and their gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from moeloom.backends.base import ExpertGrads
 from moeloom.config import Recipe
 from moeloom.experts import Experts
 from moeloom.types import Received
@@ -15,7 +18,8 @@ if TYPE_CHECKING:
     from moeloom.backends.cpu.backend import CpuBackend
 
 TILE_ROWS = 256  # 0.9 of the matmul rate of 2048 rows, with little memory beside the weights
-MIN_ROWS = 16  # below 12 rows the matmul library takes other paths, whose bits differ; see test_experts
+BACKWARD_ROWS = 2048  # larger, since every tile adds a whole weight gradient
+MIN_ROWS = 16  # below 12 rows on either side matmul takes other paths, whose bits depend on the place; see test_experts
 
 
 def experts(cpu: CpuBackend, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
@@ -23,58 +27,90 @@ def experts(cpu: CpuBackend, received: Received, weights: Experts, recipe: Recip
 
     Beside the result this needs one expert's weights in fp32 (if they are not fp32 already) and one tile of rows.
     """
-    hidden = received.rows.shape[-1]
-    rows = received.rows.view(-1, hidden)
-    row_weights = received.topk_weights.reshape(-1)
+    rows, row_weights = received.rows.view(-1, received.rows.shape[-1]), received.topk_weights.reshape(-1)
     out = torch.empty_like(rows)
-    starts, counts = received.expert_start.tolist(), received.num_tokens_per_expert.tolist()
-    for slot, count in enumerate(counts):
-        begin, end = starts[slot], starts[slot] + count
-        out[end : starts[slot + 1]] = 0
-        if not count:
-            continue
-        expert = _Expert(weights, slot, recipe)
+    for slot, begin, end, stop in _runs(received):
+        out[end:stop] = 0
+        expert = None  # let go of the last one's fp32 weights before the next are made
         for first in range(begin, end, TILE_ROWS):
+            expert = expert or _Expert(weights, slot, recipe)
             tile = slice(first, min(first + TILE_ROWS, end))
             out[tile] = expert(rows[tile], row_weights[tile])
-    if starts:
-        out[starts[-1] :] = 0
     return out.view(received.rows.shape)
 
 
-class _Expert:
-    """One expert's weights in fp32."""
+def experts_backward(
+    cpu: CpuBackend, received: Received, d_out: Tensor, weights: Experts, recipe: Recipe
+) -> ExpertGrads:
+    """See `Backend.experts_backward`. Recomputes each expert's forward from its rows, one tile at a time."""
+    rows, row_weights = received.rows.view(-1, received.rows.shape[-1]), received.topk_weights.reshape(-1)
+    d_rows, d_row_weights = torch.zeros_like(rows), torch.zeros_like(row_weights)
+    grads = ExpertGrads(d_rows, d_row_weights, weights.zero_grads())
+    d_out = d_out.view(rows.shape)
+    for slot, begin, end, _ in _runs(received):
+        for first in range(begin, end, BACKWARD_ROWS):
+            tile = slice(first, min(first + BACKWARD_ROWS, end))
+            expert = _Expert(weights, slot, recipe, differentiable=True)
+            inputs = [rows[tile].float().requires_grad_(), row_weights[tile].clone().requires_grad_()]
+            with torch.enable_grad():
+                out = expert(*inputs)
+            found = torch.autograd.grad(out, inputs + list(expert.wanted.values()), d_out[tile].float(), allow_unused=True)
+            d_rows[tile] = found[0]
+            if found[1] is not None:
+                d_row_weights[tile] = found[1]
+            for name, grad in zip(expert.wanted, found[2:], strict=True):
+                grads.weights[name][slot] += grad
+    return grads
 
-    def __init__(self, weights: Experts, slot: int, recipe: Recipe) -> None:
+
+def _runs(received: Received) -> Iterator[tuple[int, int, int, int]]:
+    """Slot, and the begin, end and padded end of its rows; a last run of slot -1 covers what is behind all experts."""
+    starts, counts = received.expert_start.tolist(), received.num_tokens_per_expert.tolist()
+    for slot, count in enumerate(counts):
+        yield slot, starts[slot], starts[slot] + count, starts[slot + 1]
+    total = received.topk_weights.numel()
+    yield -1, starts[-1], starts[-1], total
+
+
+class _Expert:
+    """One expert, its weights in fp32. differentiable: those that require a gradient are leaves, listed in `wanted`."""
+
+    def __init__(self, weights: Experts, slot: int, recipe: Recipe, differentiable: bool = False) -> None:
         self.experts, self.recipe = weights, recipe
-        self.gate_up, self.down = weights.gate_up[slot].float(), weights.down[slot].float()
-        self.gate_up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[slot].float()
-        self.down_bias = None if weights.down_bias is None else weights.down_bias[slot].float()
+        self.weights = {name: tensor[slot].detach().float() for name, tensor in weights.tensors().items()}
+        self.wanted: dict[str, Tensor] = {}
+        if differentiable:
+            for name, tensor in weights.tensors().items():
+                if tensor.requires_grad:
+                    self.wanted[name] = self.weights[name].requires_grad_()
 
     def __call__(self, rows: Tensor, row_weights: Tensor) -> Tensor:
         """`rows [n, H]`, `row_weights [n]` -> `[n, H]` fp32, not yet rounded."""
-        dtype, count = self.recipe.dtype, len(rows)
+        dtype, on_input = self.recipe.dtype, self.experts.weight_on_input
         weight = row_weights.unsqueeze(1)
         x = rows.float()
-        if self.experts.weight_on_input:
+        if on_input:
             x = (x * weight).to(dtype).float()
-        product = _matmul(x, self.gate_up)
-        if self.gate_up_bias is not None:
-            product += self.gate_up_bias
+        product = self._matmul(x, "gate_up")
         hidden = self.experts.activation(*self.experts.split_gate_up(product))
-        if not self.experts.weight_on_input:
+        if not on_input:
             hidden = hidden * weight
-        result = _matmul(hidden.to(dtype).float(), self.down)
-        if self.down_bias is not None:
-            result += self.down_bias if self.experts.weight_on_input else self.down_bias * weight
-        return result[:count]
+        return self._matmul(hidden.to(dtype).float(), "down", None if on_input else weight)
+
+    def _matmul(self, rows: Tensor, name: str, bias_weight: Tensor | None = None) -> Tensor:
+        """`rows @ weight.T + bias`."""
+        product = matmul(rows, self.weights[name])
+        bias = self.weights.get(f"{name}_bias")
+        if bias is not None:
+            product = product + (bias if bias_weight is None else bias * bias_weight)
+        return product
 
 
-def _matmul(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows @ weight.T`, a row's bits independent of how many rows there are."""
-    count = len(rows)
-    if count >= MIN_ROWS:
-        return rows @ weight.t()
-    padded = rows.new_zeros(MIN_ROWS, rows.shape[1])
-    padded[:count] = rows
-    return (padded @ weight.t())[:count]
+def matmul(rows: Tensor, weight: Tensor) -> Tensor:
+    """`rows [n, K] @ weight [N, K].T` in fp32, a row's bits independent of n, of its place and of the rows beside it."""
+    product = _at_least(MIN_ROWS, rows) @ _at_least(MIN_ROWS, weight).t()
+    return product[: len(rows), : len(weight)]
+
+
+def _at_least(count: int, rows: Tensor) -> Tensor:
+    return rows if len(rows) >= count else functional.pad(rows, (0, 0, 0, count - len(rows)))

@@ -39,9 +39,10 @@ class SharedFile:
             file = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
             fcntl.flock(file, fcntl.LOCK_EX)
             os.posix_fallocate(file, 0, num_bytes)
+            memory = cls(path, file, num_bytes)
             # it gets its name when it is locked and complete; only with a dir_fd does os.link follow the symlink
             os.link(f"/proc/self/fd/{file}", path, src_dir_fd=file)
-            return cls(path, file, num_bytes)
+            return memory
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise CapacityError(

@@ -1,0 +1,50 @@
+"""failure_kinds.toml says for every known kind of fault which test covers it, and names only tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KINDS = tomllib.loads((ROOT / "tests" / "failure_kinds.toml").read_text())
+
+# empty ranks, expert ids, imbalance, capacity, unequal counts, experts and ranks, lifetime, rank failure, process groups
+KNOWN = """
+A2 A3 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14
+B2 B4 B5 B6 B7 B8 B9 B10 B11
+C1 C2 C3 C4 C5
+D1 D2 D3 D4 D5 D6 D7 D8
+E2 E3 E4 E5
+F1 F2 F3 F4 F5 F6
+N2 N3 N5 N6 N7
+P3 P4 P5
+S2 S3 S4 S5 S6 S7
+""".split()
+
+
+@cache
+def names_in(path: str) -> set[str]:
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+def test_every_kind_is_listed_once() -> None:
+    assert list(KINDS) == KNOWN  # a second entry of one id is no TOML
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_kind(kind: str) -> None:
+    entry = KINDS[kind]
+    assert set(entry) in ({"meaning", "tests"}, {"meaning", "not_here"}), entry
+    assert len(entry["meaning"]) > 20
+    if "tests" not in entry:
+        assert len(entry["not_here"]) > 20
+        return
+    assert entry["tests"]
+    for name in entry["tests"]:
+        path, _, test = name.partition("::")
+        assert test in names_in(path), f"{name} does not exist"
