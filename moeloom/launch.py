@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -29,6 +30,10 @@ GRACE_SECONDS = 10.0  # after one rank's failure the others may still report wha
 
 class RankFailed(MoeloomError):
     """A function raised on a rank, or its process ended. `__cause__` is the error, if there is one."""
+
+
+class RankLate(RankFailed):
+    """A rank had not finished when its time was over."""
 
 
 def launch(fn: Callable[..., Any], ranks: int, nodes: int = 1, args: tuple = (), *, timeout: float | None = None) -> list[Any]:
@@ -62,7 +67,7 @@ class RankPool:
                 process.start()
                 there.close()
                 self._ranks.append(_Rank(process, here))
-            self._collect([None] * ranks, time.monotonic() + START_SECONDS)
+            _raise_first(self._collect(START_SECONDS, GRACE_SECONDS))
         except BaseException:
             self.close()
             raise
@@ -73,26 +78,28 @@ class RankPool:
         return [rank.process for rank in self._ranks]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """`fn(*args)` on every rank; the results in rank order. Raises `RankFailed`, after which the pool is closed."""
-        outcomes = self.outcomes(fn, *args, timeout=timeout)
-        failed = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
-        if failed:
+        """`fn(*args)` on every rank; the results in rank order. Raises `RankFailed`, after which the pool is closed.
+
+        When a rank has failed, the others get a few seconds to report what they noticed, however long the timeout.
+        """
+        self._send((fn, args))
+        try:
+            return _raise_first(self._collect(timeout, GRACE_SECONDS))
+        except RankFailed:
             self.close()
-            first = outcomes[failed[0]]
-            raise RankFailed(f"rank {failed[0]}: {type(first).__name__}: {first}") from first
-        return outcomes
+            raise
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
-        """Like `run`, but a rank's exception is its result; the ranks that have not died stay usable."""
-        for rank in self._ranks:
-            rank.send((fn, args))
-        deadline = None if timeout is None else time.monotonic() + timeout
-        return self._collect([None] * len(self._ranks), deadline)
+        """Like `run`, but a rank's exception is its result; the ranks that have not died stay usable.
+
+        At the timeout the pool is closed, and the result of the ranks that have not finished is a `RankLate`.
+        """
+        self._send((fn, args))
+        return self._collect(timeout)
 
     def stream(self, fn: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """Run a generator function on every rank and yield what rank 0 yields, as it comes."""
-        for rank in self._ranks:
-            rank.send((fn, args))
+        self._send((fn, args))
         results: list[Any] = [None] * len(self._ranks)
         items: list[Any] = []
         pending = set(range(len(self._ranks)))
@@ -107,8 +114,7 @@ class RankPool:
 
     def close(self) -> None:
         """End all ranks."""
-        for rank in self._ranks:
-            rank.send(None)
+        self._send(None)
         end = time.monotonic() + GRACE_SECONDS
         for rank in self._ranks:
             rank.process.join(max(0.0, min(1.0, end - time.monotonic())))
@@ -124,10 +130,20 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self, results: list[Any], deadline: float | None) -> list[Any]:
+    def _send(self, message: object) -> None:
+        for rank in self._ranks:
+            rank.send(message)
+
+    def _collect(self, timeout: float | None, grace: float | None = None) -> list[Any]:
+        """Every rank's result, or the exception in its place. grace: seconds left to the others once a rank failed."""
+        results: list[Any] = [None] * len(self._ranks)
+        deadline = None if timeout is None else time.monotonic() + timeout
         pending = set(range(len(self._ranks)))
         while pending:
             self._receive(pending, results, [], deadline)
+            if grace is not None and any(isinstance(result, BaseException) for result in results):
+                soon, grace = time.monotonic() + grace, None
+                deadline = soon if deadline is None else min(deadline, soon)
         return results
 
     def _receive(self, pending: set[int], results: list[Any], items: list[Any], deadline: float | None) -> None:
@@ -138,7 +154,9 @@ class RankPool:
         if not ready:
             names = ", ".join(map(str, sorted(pending)))
             self.close()
-            raise RankFailed(f"rank(s) {names} did not finish in time")
+            for rank in pending:
+                results[rank] = RankLate(f"rank(s) {names} did not finish in time")
+            pending.clear()
         for connection in ready:
             rank = by_connection[connection]
             try:
@@ -153,6 +171,17 @@ class RankPool:
                 continue
             results[rank] = value
             pending.discard(rank)
+
+
+def _raise_first(outcomes: list[Any]) -> list[Any]:
+    """The outcomes if all are results; else raise the first failure. That a rank is late is the last thing to say."""
+    failed = [rank for rank, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
+    if not failed:
+        return outcomes
+    rank = min(failed, key=lambda rank: isinstance(outcomes[rank], RankLate))
+    cause = outcomes[rank]
+    text = str(cause) if isinstance(cause, RankFailed) else f"rank {rank}: {type(cause).__name__}: {cause}"
+    raise RankFailed(text) from cause
 
 
 def _start_server() -> None:
@@ -198,7 +227,11 @@ def _serve(settings: _Settings, connection: Connection) -> None:
     connection.send(("done", None))
     while (message := connection.recv()) is not None:
         fn, args = message
-        connection.send(("done", _outcome(fn, args, connection)))
+        outcome = _outcome(fn, args, connection)
+        try:
+            connection.send(("done", outcome))
+        except Exception as error:  # it does not pickle; nothing has been sent
+            connection.send(("done", RankFailed(f"rank {settings.rank}: its result cannot be sent: {error}")))
     dist.destroy_process_group()
 
 
@@ -212,7 +245,16 @@ def _outcome(fn: Callable[..., Any], args: tuple, connection: Connection) -> obj
         return result
     except Exception as error:
         error.add_note("".join(traceback.format_exception(error)))
+        return _sendable(error)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or what it says if it would not survive the way to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
         return error
+    except Exception:
+        return RankFailed(f"{type(error).__name__}: {error}")
 
 
 def _end_with_owner() -> None:

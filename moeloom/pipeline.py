@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moeloom.backends.base import Backend, RowOrder
+from moeloom.backends.base import Backend, Handle, RowOrder
 from moeloom.config import Recipe
 from moeloom.experts import Experts
 from moeloom.meter import Meter
@@ -26,8 +26,8 @@ def run_split(
     placement: Placement,
     recipe: Recipe,
     plan: Plan,
-) -> Tensor:
-    """The stages one after the other: `x [T, H]` -> `y [T, H]`."""
+) -> tuple[Tensor, Handle]:
+    """The stages one after the other: `x [T, H]` -> `y [T, H]`, and the handle for backward."""
     with meter.stage("dispatch"):
         received, handle = backend.dispatch(x, routing, placement, RowOrder(), plan.exchange)
     try:
@@ -37,4 +37,4 @@ def run_split(
         backend.refuse("combine", error)  # the other ranks are on their way there; raises
         raise
     with meter.stage("combine"):
-        return backend.combine(rows, handle, recipe, weighted=False)
+        return backend.combine(rows, handle, recipe, weighted=False), handle

@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeloom import checks, env
+from moeloom.autograd import Combine, differentiable_dispatch
 from moeloom.backends.base import Backend, Handle, RowOrder
 from moeloom.backends.cpu.backend import CpuBackend
 from moeloom.backends.peers import Peers
@@ -23,7 +25,7 @@ from moeloom.errors import CapabilityError, MoeloomError
 from moeloom.experts import Experts
 from moeloom.layout import check_order
 from moeloom.meter import Meter, StageStats
-from moeloom.pipeline import run_split
+from moeloom.layer import LayerCall
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan, Problem
 from moeloom.plan.planner import choose
@@ -78,6 +80,7 @@ class Runtime:
         self._meter = Meter(self._backend.traffic)
         self._closed = False
         self._even: dict[int, Placement] = {}
+        self._calls: dict[tuple, LayerCall] = {}
         log.info("Runtime: rank %d of %s, backend %s", rank, self.topology, self._backend.name)
 
     def moe(
@@ -96,22 +99,19 @@ class Runtime:
         x: `[T, H]` of the recipe's dtype. routing: of its T tokens. experts: this rank's.
         recipe: None takes the one of x's dtype. plan: None asks the planner, which uses `tokens_hint` (equal on all
         ranks) or max_tokens. out: `[T, H]` to write into; NaN if the call fails. Returns `[T, H]`.
-        Forward only in this version: the result has no gradient.
+        Differentiable in x, the router weights and the experts' tensors: gradients of the sum of all ranks' losses.
         """
-        with torch.no_grad(), _poisoned_on_failure(out):
-            try:
+        with _poisoned_on_failure(out):
+            with self._refusing("dispatch"):
                 recipe = recipe or recipe_for(x.dtype)
-                placement = self._placement(experts.placement, experts.num_local)
-                checks.check_call(x, routing, placement, recipe, self.rank, self.max_tokens)
-                experts.check(placement.num_local(self.rank), x.shape[1])
                 checks.check_out(out, x)
-                plan = plan or self._plan_for(x, routing, placement, recipe, tokens_hint)
-            except Exception as error:
-                self._open().refuse("dispatch", error)
-                raise
-            y = run_split(
-                self._open(), self._meter, x, routing, experts, placement=placement, recipe=recipe, plan=plan
+                call = self.layer_call(experts, recipe, plan, tokens_hint)
+            tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+            grad = torch.is_grad_enabled() and any(
+                tensor is not None and tensor.requires_grad for tensor in (x, routing.topk_weights, *tensors)
             )
+            keep = grad and not torch.compiler.is_compiling()
+            y = torch.ops.moeloom.moe(x, routing.topk_idx, routing.topk_weights, *tensors, call.number, keep)
             return y if out is None else out.copy_(y)
 
     def dispatch(
@@ -133,29 +133,29 @@ class Runtime:
         experts for an even one.
         order: see `Received`. alignment: each expert's rows start at a multiple of it. capacity: fixed number of rows
         (per expert for "batched"); overflow: "error", or "drop" what does not fit and count it.
+        Differentiable in x and, with a Routing, in its weights: `Received.topk_weights` carries their gradient.
         """
-        handle = routing if isinstance(routing, Handle) else None
-        with torch.no_grad():
-            try:
-                checks.check_rows(x, None, "x")
-                rows = RowOrder(order, alignment, capacity, overflow)
-                if handle is not None:
-                    checks.check_payload(x, handle.num_tokens)
-                    placement = handle.placement
-                else:
-                    if placement is None:
-                        raise ValueError("placement is None; pass a Placement, or the number of experts")
-                    placement = self._placement(placement, 0)
-                    check_order(order, alignment, capacity)
-                    checks.check_overflow(overflow)
-                    checks.check_call(x, routing, placement, recipe_for(x.dtype), self.rank, self.max_tokens)
-                    plan = plan or self._plan_for(x, routing, placement, recipe_for(x.dtype))
-            except Exception as error:
-                self._open().refuse("dispatch", error)
-                raise
-            exchange = handle.exchange if handle is not None else plan.exchange
+        with self._refusing("dispatch"):
+            checks.check_rows(x, None, "x")
+            if isinstance(routing, Handle):
+                checks.check_payload(x, routing.num_tokens)
+                placed, rows, exchange = routing.placement, routing.rows, routing.exchange
+            else:
+                if placement is None:
+                    raise ValueError("placement is None; pass a Placement, or the number of experts")
+                check_order(order, alignment, capacity)
+                checks.check_overflow(overflow)
+                placed, rows = self._placement(placement, 0), RowOrder(order, alignment, capacity, overflow)
+                recipe = recipe_for(x.dtype)
+                checks.check_call(x, routing, placed, recipe, self.rank, self.max_tokens)
+                plan = plan or self._choose(x.shape[1], routing.num_topk, placed, recipe)
+                exchange = plan.exchange
+
+        def run() -> tuple[Received, Handle]:
             with self._meter.stage("dispatch"):
-                return self._open().dispatch(x, routing, placement, rows, exchange)
+                return self._open().dispatch(x, routing, placed, rows, exchange)
+
+        return differentiable_dispatch(self._open(), x, routing, run)
 
     def combine(
         self,
@@ -171,17 +171,16 @@ class Runtime:
         rows: shaped like the `Received.rows` of handle's dispatch; what padding rows hold does not matter.
         weighted: multiply by the router weights here (rows of a foreign expert function); False if the rows have been
         weighted already, as `moe`'s experts do. recipe: None takes the one of rows' dtype, with reduction per_rank.
+        Differentiable in rows and, where they are used here, in the router weights of the handle.
         """
-        with torch.no_grad(), _poisoned_on_failure(out):
-            try:
+        with _poisoned_on_failure(out):
+            with self._refusing("combine"):
                 recipe = recipe or recipe_for(rows.dtype)
                 flat = checks.check_combine(rows, handle, recipe, weighted)
                 checks.check_out(out, flat.new_empty((handle.num_tokens, flat.shape[1]), device="meta"))
-            except Exception as error:
-                self._open().refuse("combine", error)
-                raise
             with self._meter.stage("combine"):
-                y = self._open().combine(flat, handle, recipe, weighted)
+                weights = handle.routing.topk_weights
+                y = Combine.apply(flat, weights, handle.x, self._open(), handle, recipe, weighted)
             return y if out is None else out.copy_(y)
 
     def plan(
@@ -231,16 +230,39 @@ class Runtime:
             raise ValueError(f"placement is for {placement.num_ranks} ranks; the Runtime has {num_ranks}")
         return placement
 
-    def _plan_for(
-        self, x: Tensor, routing: Routing, placement: Placement, recipe: Recipe, tokens_hint: int | None = None
+    def _choose(
+        self, hidden: int, num_topk: int, placement: Placement, recipe: Recipe, tokens: int | None = None
     ) -> Plan:
-        return self.plan(
-            num_tokens=self.max_tokens if tokens_hint is None else tokens_hint,
-            hidden=x.shape[1],
-            num_experts=placement.num_experts,
-            num_topk=routing.num_topk,
-            recipe=recipe,
-        )
+        """The planner's choice for what all ranks know alike."""
+        num_tokens = self.max_tokens if tokens is None else tokens
+        return choose(Problem(num_tokens, hidden, placement.num_experts, num_topk, recipe), self.topology)
+
+    def layer_call(self, experts: Experts, recipe: Recipe, plan: Plan | None, tokens_hint: int | None) -> LayerCall:
+        """What `moe` does with experts of these options, made once and kept."""
+        placement = self._placement(experts.placement, experts.num_local)
+        options = (experts.activation, experts.gate_up_order, experts.weight_on_input)
+        key = (*options, placement, recipe, plan, tokens_hint)
+        if key not in self._calls:
+
+            def choose_plan(hidden: int, num_topk: int) -> Plan:
+                return plan or self._choose(hidden, num_topk, placement, recipe, tokens_hint)
+
+            none = torch.empty(0)
+            like = replace(experts, gate_up=none, down=none, gate_up_bias=None, down_bias=None)
+            self._calls[key] = LayerCall(
+                self._open, self._meter, choose_plan, like, placement, recipe, self.rank, self.max_tokens
+            )
+        return self._calls[key]
+
+    @contextmanager
+    def _refusing(self, kind: str) -> Iterator[None]:
+        """What is wrong with this rank's call is told to the others before it is raised."""
+        backend = self._open()
+        try:
+            yield
+        except Exception as error:
+            backend.refuse(kind, error)
+            raise
 
 
 @contextmanager
@@ -281,7 +303,9 @@ def _meeting_place(group: ProcessGroup | DeviceMesh | None) -> tuple[int, int, S
     """Rank, number of ranks and a store of this Runtime's own, which all ranks of the group name alike."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ValueError(f"group is a DeviceMesh of {group.ndim} dimensions; pass one of its dimensions: mesh['ep']")
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions; pass one of its dimensions: mesh['ep']"
+            )
         group = group.get_group()
     if group is None:
         if not dist.is_initialized():

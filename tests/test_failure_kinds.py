@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 KINDS = tomllib.loads((ROOT / "tests" / "failure_kinds.toml").read_text())
 
-# empty ranks, expert ids, imbalance, capacity, unequal counts, experts and ranks, lifetime, rank failure, process groups
+# the letters are explained in the list
 KNOWN = """
 A2 A3 A5 A6 A7 A8 A9 A10 A11 A12 A13 A14
 B2 B4 B5 B6 B7 B8 B9 B10 B11
@@ -23,7 +23,7 @@ F1 F2 F3 F4 F5 F6
 N2 N3 N5 N6 N7
 P3 P4 P5
 S2 S3 S4 S5 S6 S7
-""".split()
+""".split()  # noqa: SIM905
 
 
 @cache

@@ -18,9 +18,10 @@ LAYERS: tuple[set[str], ...] = (
     {"route", "layout", "placement", "regions", "activation", "topology", "models", "reference", "experts"},
     {"plan"},
     {"backends"},
-    {"pipeline", "meter", "checks"},
-    {"runtime", "launch"},
-    {"cli", "__main__"},
+    {"pipeline", "meter", "checks", "autograd", "layer"},
+    {"runtime", "launch", "checkpoint"},
+    {"nn"},
+    {"cli", "integrations", "__main__"},
 )
 # within one layer nothing imports its neighbours, but for these
 NEIGHBOURS = {
@@ -28,6 +29,7 @@ NEIGHBOURS = {
     "experts": {"activation", "placement"},
     "config": {"types"},
     "pipeline": {"meter"},
+    "layer": {"autograd", "checks", "meter", "pipeline"},
     "__main__": {"cli"},
 }
 STAGES = ("dispatch", "experts", "combine")

@@ -56,7 +56,7 @@ class Peers:
         return [json.loads(store.get(key)) for key in keys]
 
     def abort(self, error: BaseException) -> Exception:
-        """Tell all ranks that this Runtime has failed. Returns the error that was told first, the same on every rank."""
+        """Tell all ranks that this Runtime has failed. Returns the error that was told first, the same everywhere."""
         if self.store is None:
             return from_record(to_record(error))
         told = json.dumps(to_record(error))

@@ -12,6 +12,7 @@ from moeloom.types import ExchangeName
 SCALE_OUT_BYTES_PER_US = 50e3  # one 400 Gbit/s network port per rank
 SCALE_UP_BYTES_PER_US = 370e3  # NVLink of Hopper, both directions at once, as measured on two H200
 MESSAGE_US = 5.0  # one network message's latency
+POST_US = 0.3  # to hand one message to the network card
 HOP_US = 3.0  # one more flag within a node: signal and poll
 UNKNOWN_TOKENS = 4096  # a training or prefill batch
 
@@ -51,6 +52,7 @@ def _candidate(problem: Problem, topology: Topology, exchange: ExchangeName) -> 
         note = "one row per node, then forwarded"
     # both ways: dispatch and combine
     scale_out, scale_up = (2 * tokens * row * rows for rows in (out, up))
-    latency = 2 * (MESSAGE_US * min(messages, 1) + HOP_US * hops + 0.3 * messages)
+    posted = min(messages, tokens * problem.num_topk)  # a few tokens need few receivers
+    latency = 2 * (MESSAGE_US * min(messages, 1) + HOP_US * hops + POST_US * posted)
     microseconds = scale_out / SCALE_OUT_BYTES_PER_US + scale_up / SCALE_UP_BYTES_PER_US + latency
     return Candidate("split", exchange, scale_out, scale_up, microseconds, note)

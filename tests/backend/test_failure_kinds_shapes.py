@@ -110,7 +110,7 @@ def test_any_number_of_ranks(ranks: Ranks, num_ranks: int, nodes: int) -> None:
 
 
 def uneven(num_experts: int, num_ranks: int) -> tuple[int, list[int]] | None:
-    """How many experts this rank has, and how many rows each of them got when every expert is chosen once by each rank."""
+    """How many experts this rank has, and how many rows each got when every rank has chosen every expert once."""
     rt = over(tuple(range(num_ranks)), 1)
     if rt is None:
         return None
@@ -138,5 +138,5 @@ def test_identity_ids_have_their_own_range() -> None:
         assert len(received.rows) == 0
         y = rt.combine(received.rows, handle, weighted=True)
         assert torch.equal(y, x * torch.tensor([[1.0], [2.0]]))
-        with pytest.raises(ValueError, match="topk_idx\\[0, 0\\] is 6; allowed: 0..5"):
+        with pytest.raises(ValueError, match=r"topk_idx\[0, 0\] is 6; allowed: 0..5"):
             rt.dispatch(x, Routing(torch.full((2, 1), 6), torch.ones(2, 1)), placement)

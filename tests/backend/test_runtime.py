@@ -173,7 +173,8 @@ def bytes_by_contract(tokens: int, forwarded: int, lanes: int, shape: dict[str, 
     return -(-max(dispatch, region(rows * lanes, payload)) // 4096) * 4096
 
 
-def held_after(members: tuple[int, ...], nodes: int, exchange: str, reduction: str, skewed: bool) -> tuple[int, bool] | None:
+def held_after(members: tuple[int, ...], nodes: int, exchange: str, reduction: str, skewed: bool) -> tuple | None:
+    """Symmetric bytes after one call, and whether the call was right."""
     group = group_of(members)
     if group is None:
         return None
@@ -254,7 +255,8 @@ def send_second_payload() -> list[bool] | None:
                 y = payload_of(rt.rank, dtype, hidden)
                 second, same = rt.dispatch(y, handle)
                 right.append(same is handle and second.rows.shape[:-1] == first.rows.shape[:-1])
-                for rows, index in zip(second.rows.view(-1, hidden), first.rows.view(-1, 9)[:, -1].int().tolist(), strict=True):
+                names = first.rows.view(-1, 9)[:, -1].int().tolist()
+                for rows, index in zip(second.rows.view(-1, hidden), names, strict=True):
                     source, token = divmod(index, 10)
                     wanted = payload_of(source, dtype, hidden)[token]
                     right.append(torch.equal(rows, wanted) or (index == 0 and not rows.any()))  # padding is zeros
@@ -302,7 +304,10 @@ def look_at_arguments() -> list[bool] | None:
         right = [mine.run(rt, out) is out, torch.equal(out, mine.y)]
         received, handle = rt.dispatch(mine.x, mine.routing, 8)
         rows, back = received.rows.clone(), torch.full_like(mine.x, 7.0)
-        right += [rt.combine(received.rows, handle, weighted=True, out=back) is back, torch.equal(back, weights_only(mine))]
+        right += [
+            rt.combine(received.rows, handle, weighted=True, out=back) is back,
+            torch.equal(back, weights_only(mine)),
+        ]
         right.append(torch.equal(received.rows, rows))
         right += [torch.equal(old, new) for old, new in zip(before, tensors, strict=True)]
         right += [tensor._version == version for tensor, version in zip(tensors, versions, strict=True)]
@@ -325,9 +330,10 @@ def test_default_recipes() -> None:
             y = rt.moe(x, mine.routing, mine.experts)
             assert y.dtype == dtype and torch.equal(y, rt.moe(x, mine.routing, mine.experts, recipe=recipe))
             assert torch.equal(y.float(), mine.y)  # small integers
-        assert "torch.float16; allowed: torch.float32, torch.bfloat16" in attempt(
-            lambda: rt.moe(mine.x.half(), mine.routing, mine.experts)
-        ).text
+        assert (
+            "torch.float16; allowed: torch.float32, torch.bfloat16"
+            in attempt(lambda: rt.moe(mine.x.half(), mine.routing, mine.experts)).text
+        )
         assert attempt(lambda: rt.moe(mine.x, mine.routing, mine.experts, recipe=BF16)).error == "ValueError"
 
 
@@ -335,7 +341,7 @@ def test_default_recipes() -> None:
 
 
 def traffic(nodes: int, padding: int, exchange: str) -> tuple | None:
-    """Bytes between nodes and rows by stage, for the same 10 tokens with `padding` tokens that go nowhere behind them."""
+    """Bytes between nodes and rows by stage, for 10 tokens and, behind them, `padding` ones that go nowhere."""
     group = group_of(FOUR)
     if group is None:
         return None

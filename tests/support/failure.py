@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeloom import Experts, Plan, Routing, Runtime, launch
+from moeloom import Experts, Plan, Routing, Runtime, Topology, launch
+from tests.support.pool import group_of
 
+FOUR = (0, 1, 2, 3)
 HIDDEN, LOCAL_EXPERTS, TOPK = 8, 2, 2
 
 
@@ -36,9 +38,15 @@ def attempt(call: Callable[..., object], *args: object) -> Attempt:
     return Attempt("", "", time.monotonic() - start)
 
 
+def the_same(attempts: list[Attempt]) -> Attempt:
+    """What all ranks report, one of them."""
+    assert len({(each.error, each.text) for each in attempts}) == 1, attempts
+    return attempts[0]
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One rank's arguments of a call. Expert e multiplies by e + 1; all numbers are small integers, so sums are exact."""
+    """One rank's arguments of a call. Expert e multiplies by e + 1; all numbers are small integers: sums are exact."""
 
     x: Tensor
     topk_idx: Tensor
@@ -87,6 +95,12 @@ def works(rt: Runtime, **shape: int) -> bool:
     """Whether a correct call gives the right answer on this rank."""
     right = layer_of(rt, **shape)
     return torch.equal(right.run(rt), right.y)
+
+
+def over_four(nodes: int, *, timeout: float = 30.0, max_tokens: int | None = None) -> Runtime | None:
+    """A Runtime of its own for this test; None on the other ranks."""
+    group = group_of(FOUR)
+    return group and Runtime(group, topology=Topology.split(4, nodes), timeout=timeout, max_tokens=max_tokens)
 
 
 def die() -> None:

@@ -83,7 +83,7 @@ class Control:
             raise
 
     def _tell(self, error: BaseException) -> None:
-        """Tell why this rank leaves the operation: with a record in place of its own, or out of band if it showed one."""
+        """Tell why this rank leaves the operation: with the record it still owes, or out of band if that has been shown."""
         if self._shown:
             left = MoeloomError(f"rank {self.peers.rank} left an operation unfinished: {type(error).__name__}: {error}")
             self.failure = to_record(self.peers.abort(left))
@@ -98,7 +98,7 @@ class Control:
         record = {"call": self.kind, "same": same, "own": own or {}} if error is None else self.peers.name_rank(error)
         records = self._send({"call": self.kind, **record}, wait=True)
         calls = [record["call"] for record in records]
-        for rank, record in enumerate(records):
+        for rank in range(len(calls)):
             if calls[rank] != calls[0]:
                 message = f"operation #{self.number}: rank 0 called {calls[0]}, rank {rank} called {calls[rank]}"
                 raise AgreedError(to_record(MoeloomError(message)))

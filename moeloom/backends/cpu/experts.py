@@ -48,9 +48,10 @@ def experts_backward(
     grads = ExpertGrads(d_rows, d_row_weights, weights.zero_grads())
     d_out = d_out.view(rows.shape)
     for slot, begin, end, _ in _runs(received):
+        expert = None
         for first in range(begin, end, BACKWARD_ROWS):
+            expert = expert or _Expert(weights, slot, recipe, differentiable=True)
             tile = slice(first, min(first + BACKWARD_ROWS, end))
-            expert = _Expert(weights, slot, recipe, differentiable=True)
             inputs = [rows[tile].float().requires_grad_(), row_weights[tile].clone().requires_grad_()]
             with torch.enable_grad():
                 out = expert(*inputs)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
 from moeloom.backends.cpu.control import Control
+from moeloom.backends.peers import POLL_SECONDS
 
 WORD_BYTES = 8
 
@@ -28,17 +31,19 @@ class Wire:
             self._group = ProcessGroupGloo(PrefixStore("gloo", store), control.peers.rank, self._num_ranks, limit)
         except RuntimeError as error:
             control.fail("connecting the nodes", _first_line(error))
-        self._unfinished: list[tuple[torch.distributed.Work, Tensor, Tensor]] = []
+        self._works: list[Work] = []  # begun, and not seen to end
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int], phase: str, out: Tensor) -> None:
         """Send `rows [sum(sent), ...]`, grouped by destination rank; fill `out [sum(received), ...]` by source rank."""
         self._finish(self._start(out, rows, received, sent), phase)
 
     def gather(self, record: bytes, width: int, wait: bool) -> list[bytes]:
-        """Every rank's record of at most `width` bytes. Without `wait` it is only sent.
+        """Every rank's record of at most `width` bytes. Without `wait` it is only sent, as long as it is the only one.
 
         An all-to-all of copies: with four ranks on two cores gloo's ring all-gather takes four times as long.
         """
+        for earlier in list(self._works):
+            self._finish(earlier, "agreement")
         line = torch.zeros(WORD_BYTES + width, dtype=torch.uint8)
         line[:WORD_BYTES].view(torch.int64)[0] = len(record)
         line[WORD_BYTES : WORD_BYTES + len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
@@ -47,33 +52,39 @@ class Wire:
         ones = [1] * self._num_ranks
         work = self._start(table, lines, ones, ones)
         if not wait:
-            self._unfinished = [sent for sent in self._unfinished if not sent[0].is_completed()]
-            self._unfinished.append((work, table, lines))
             return []
         self._finish(work, "agreement")
         lengths = table[:, :WORD_BYTES].contiguous().view(torch.int64)[:, 0].tolist()
         return [bytes(row[WORD_BYTES : WORD_BYTES + n].tolist()) for row, n in zip(table, lengths, strict=True)]
 
     def close(self) -> None:
-        """Leave the group; after a failure, without waiting for what will never come."""
+        """Leave the group at once. gloo ends a group only when all that was begun has ended; a thread waits for that."""
         if self._control.failure is not None:
             self._group.abort()
-        self._unfinished.clear()
+        if self._works:
+            threading.Thread(target=_wait_for, args=(self._works, self._group), daemon=True).start()
         del self._group
 
-    def _start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> torch.distributed.Work:
+    def _start(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Work:
         try:
-            return self._group.alltoall_base(out, rows, received, sent)
+            self._works.append(self._group.alltoall_base(out, rows, received, sent))
         except RuntimeError as error:
             self._control.fail("start of an exchange", _first_line(error))
-            raise
+        return self._works[-1]
 
-    def _finish(self, work: torch.distributed.Work, phase: str) -> None:
+    def _finish(self, work: Work, phase: str) -> None:
         self._control.wait(work.is_completed, phase)
+        self._works.remove(work)
         try:
             work.wait()
         except RuntimeError as error:
             self._control.fail(phase, _first_line(error))
+
+
+def _wait_for(works: list[Work], group: ProcessGroupGloo) -> None:
+    """Keep the group until its works have ended: done, failed or at gloo's own deadline."""
+    while not all(work.is_completed() for work in works):
+        time.sleep(POLL_SECONDS)
 
 
 def _first_line(error: BaseException) -> str:
