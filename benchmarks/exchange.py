@@ -57,7 +57,8 @@ def _on_rank(chosen: argparse.Namespace) -> dict[str, list[float]]:
 
 def line(stage: str, chosen: argparse.Namespace, ours: float, theirs: float) -> str:
     """One result, as benchmarks print it."""
-    shape = f"{chosen.ranks} ranks {chosen.nodes} nodes T={chosen.tokens} H={chosen.hidden} E={chosen.experts} K={chosen.topk}"
+    ranks = f"{chosen.ranks} ranks {chosen.nodes} nodes"
+    shape = f"{ranks} T={chosen.tokens} H={chosen.hidden} E={chosen.experts} K={chosen.topk}"
     return (
         f"{stage:<18} {shape} {chosen.dtype} | {ours * 1e3:8.2f} ms | gloo {theirs * 1e3:8.2f} ms"
         f" | {theirs / ours:5.2f} times as fast"

@@ -1,7 +1,7 @@
 """Gradients: dispatch and combine are each other's backward, over the same handle.
 
-They are those of the sum of all ranks' losses. The backward of an operation is itself collective: all ranks must run it, in
-the same order, also those without tokens. Autograd keeps x, the weights and the handle; rows are brought again.
+They are those of the sum of all ranks' losses. The backward of an operation is itself collective: all ranks must run
+it, in the same order, also those without tokens. Autograd keeps x, the weights and the handle; rows are brought again.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def bring(backend: Backend, payload: Tensor, handle: Handle) -> Received:
 def return_scalars(backend: Backend, values: Tensor, handle: Handle) -> Tensor:
     """One number per received (token, slot) pair, back to its source: `[T, K]` fp32, 0 where no pair was received.
 
-    values: shaped like `Received.topk_weights`. Each travels in a row of K, in its slot's place, the others zero: a combine
-    adds nothing but zeros to it.
+    values: shaped like `Received.topk_weights`. Each travels in a row of K, in its slot's place, the others zero: a
+    combine adds nothing but zeros to it.
     """
     num_topk = handle.routing.num_topk
     if handle.rows.order == "rank":

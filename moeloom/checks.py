@@ -1,4 +1,6 @@
-"""What a caller can get wrong in a call, said in one place for all backends. Raises `ValueError`, or `CapacityError`."""
+"""What a caller can get wrong in a call, said in one place for all backends. Raises `ValueError`, or
+`CapacityError`.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def check_call(
     _check_cpu(ids, "topk_idx")
     _check_cpu(weights, "topk_weights")
     if ids.dim() != 2 or ids.shape[1] < 1 or ids.shape[0] != x.shape[0]:
-        raise ValueError(f"topk_idx is {list(ids.shape)}; with {x.shape[0]} tokens it must be [{x.shape[0]}, K], K >= 1")
+        raise ValueError(
+            f"topk_idx is {list(ids.shape)}; with {x.shape[0]} tokens it must be [{x.shape[0]}, K], K >= 1"
+        )
     if weights.shape != ids.shape:
         raise ValueError(f"topk_weights is {list(weights.shape)}; it must be shaped like topk_idx, {list(ids.shape)}")
     if max_tokens is not None and x.shape[0] > max_tokens:

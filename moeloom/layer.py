@@ -1,7 +1,7 @@
 """The whole layer as one operator of `torch.library`: `torch.ops.moeloom.moe`, with its gradients.
 
-An operator takes tensors and numbers only. Everything else about a call (Runtime, placement, recipe, plan, activation) is a
-`LayerCall`, which the operator finds by its number; the Runtime that made it keeps it alive.
+An operator takes tensors and numbers only. Everything else about a call (Runtime, placement, recipe, plan, activation)
+is a `LayerCall`, which the operator finds by its number; the Runtime that made it keeps it alive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class LayerCall:
     """One way of calling the layer: all but the tensors.
 
     backend: gives the Runtime's backend, or raises if it is closed. choose: a plan for (hidden, top-k).
-    like: an Experts of any tensors, for its options. handle: of the last forward that wants a backward, until it is taken.
+    like: an Experts of any tensors, for its options. handle: of the last forward that wants a backward, until it is
+    taken.
     """
 
     backend: Callable[[], Backend]
@@ -88,7 +89,7 @@ class LayerCall:
 
     def experts(self, tensors: list[Tensor | None], wanted: list[bool]) -> Experts:
         """Experts with these tensors (gate_up, down and their biases) and this call's options."""
-        ready = [
+        ready: list[Any] = [
             None if t is None else t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)
         ]
         gate_up, down, gate_up_bias, down_bias = ready
@@ -107,7 +108,9 @@ def moe(
     call: int,
     keep: bool,
 ) -> Tensor:
-    """`LayerCall` number `call` on these tensors: `y [T, H]`. keep: leave the handle for `_save`, which follows at once."""
+    """`LayerCall` number `call` on these tensors: `y [T, H]`. keep: leave the handle for `_save`, which follows at
+    once.
+    """
     this = _calls[call]
     experts = this.experts([gate_up, down, gate_up_bias, down_bias], [False] * 4)
     y, handle = this.forward(x, Routing(topk_idx, topk_weights), experts)

@@ -1,7 +1,7 @@
 """Routing -> counts, prefix sums and every index map. The one place that decides where a row goes.
 
-Names: `A_to_B` is indexed by A and holds B, -1 where there is none. `pos` is a row of the received tensor, `token` a row
-of the tokens that reach this rank, ordered by (source rank, source token).
+Names: `A_to_B` is indexed by A and holds B, -1 where there is none. `pos` is a row of the received tensor, `token` a
+row of the tokens that reach this rank, ordered by (source rank, source token).
 
     two tokens, K = 2, slots of this rank [[1, 0], [0, -1]], order "expert":
     rows              0: token 0 for slot 0   1: token 1 for slot 0   2: token 0 for slot 1
@@ -60,7 +60,9 @@ def pack_left(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def pairs_by(index: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """The (row, k) pairs of `index [N, K]` grouped by the column they name, by row and k within: flat indices, counts."""
+    """The (row, k) pairs of `index [N, K]` grouped by the column they name, by row and k within: flat indices,
+    counts.
+    """
     flat = index.reshape(-1)
     pairs = (flat >= 0).nonzero().squeeze(1)
     column, order = torch.sort(flat[pairs], stable=True)
@@ -86,12 +88,14 @@ def check_order(order: str, alignment: int, capacity: int | None) -> None:
         raise ValueError(f"capacity is {capacity}; order 'batched' needs a multiple of alignment {alignment}")
 
 
-def receive_layout(slot: Tensor, num_local: int, order: Order, alignment: int = 1, capacity: int | None = None) -> Layout:
+def receive_layout(
+    slot: Tensor, num_local: int, order: Order, alignment: int = 1, capacity: int | None = None
+) -> Layout:
     """Where each (token, slot) pair's row goes on this rank.
 
     slot: `[M, K]` the local slot of each pair, -1 where it goes elsewhere; rows ordered by (source rank, source token).
-    capacity: rows in all ("expert", "rank") or of each expert ("batched"); pairs beyond it are dropped. None: as many as
-    there are ("batched": the fullest expert's).
+    capacity: rows in all ("expert", "rank") or of each expert ("batched"); pairs beyond it are dropped. None: as many
+    as there are ("batched": the fullest expert's).
     """
     if order == "rank":
         return _token_rows(slot, num_local, capacity)

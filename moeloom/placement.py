@@ -82,7 +82,9 @@ class Placement:
 
     @cached_property
     def _replicas(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tables `rank [ids, M]`, `slot [ids, M]` (-1 where there is none) and `count [ids]`; M is the most replicas."""
+        """Tables `rank [ids, M]`, `slot [ids, M]` (-1 where there is none) and `count [ids]`; M is the most
+        replicas.
+        """
         homes: list[list[tuple[int, int]]] = [[] for _ in range(self.num_ids)]
         for rank, experts in enumerate(self.slots):
             for slot, expert in enumerate(experts):

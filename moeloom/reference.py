@@ -11,7 +11,9 @@ Expert = Callable[[Tensor, Tensor], Tensor]
 """`expert(x [n, H], weight [n]) -> [n, H]`: one expert's weighted output."""
 
 
-def moe_reference(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expert: Callable[[int], Expert], num_experts: int) -> Tensor:
+def moe_reference(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, expert: Callable[[int], Expert], num_experts: int
+) -> Tensor:
     """`y[t] = sum over k of topk_weights[t, k] * expert(topk_idx[t, k])(x[t])`, expert by expert.
 
     x: `[T, H]`; its dtype is that of the sum. topk_idx, topk_weights: `[T, K]`; ids outside 0..num_experts-1 count as

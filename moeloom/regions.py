@@ -1,8 +1,8 @@
 """The symmetric buffer, declared once: which regions an operation needs, how large, at which offset.
 
-Every rank holds rows for its own tokens and, in the hybrid exchange, for those it forwards; so the buffer's size does not
-depend on how unevenly the experts are chosen. A region is laid out for all ranks of a node together, rank by rank, so
-that one index reaches any row of the node.
+Every rank holds rows for its own tokens and, in the hybrid exchange, for those it forwards; so the buffer's size does
+not depend on how unevenly the experts are chosen. A region is laid out for all ranks of a node together, rank by rank,
+so that one index reaches any row of the node.
 """
 
 from __future__ import annotations

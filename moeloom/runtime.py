@@ -23,9 +23,9 @@ from moeloom.backends.peers import Peers
 from moeloom.config import FP32, Recipe, recipe_for
 from moeloom.errors import CapabilityError, MoeloomError
 from moeloom.experts import Experts
+from moeloom.layer import LayerCall
 from moeloom.layout import check_order
 from moeloom.meter import Meter, StageStats
-from moeloom.layer import LayerCall
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan, Problem
 from moeloom.plan.planner import choose
@@ -311,6 +311,7 @@ def _meeting_place(group: ProcessGroup | DeviceMesh | None) -> tuple[int, int, S
         if not dist.is_initialized():
             return 0, 1, None
         group = dist.group.WORLD
+    assert group is not None
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise ValueError("group does not contain this rank; construct the Runtime on its members only")

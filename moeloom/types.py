@@ -31,10 +31,12 @@ class Routing:
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return self.topk_idx.shape[0]
 
     @property
     def num_topk(self) -> int:
+        """K."""
         return self.topk_idx.shape[1]
 
 

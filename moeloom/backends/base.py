@@ -48,8 +48,8 @@ class Handle:
 class ExpertGrads:
     """Gradients of the experts stage.
 
-    rows: shaped like the received rows, of their dtype. row_weights: `[R]` fp32. weights: by field name of `Experts`, only
-    for those that require one. Padding rows and experts without rows get zeros.
+    rows: shaped like the received rows, of their dtype. row_weights: `[R]` fp32. weights: by field name of `Experts`,
+    only for those that require one. Padding rows and experts without rows get zeros.
     """
 
     rows: Tensor
@@ -83,9 +83,7 @@ class Backend(Protocol):
     def experts_backward(self, received: Received, d_out: Tensor, experts: Experts, recipe: Recipe) -> ExpertGrads:
         """Gradients of `experts` for the gradient `d_out` of its result."""
 
-    def combine(
-        self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True
-    ) -> Tensor:
+    def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True) -> Tensor:
         """Bring the expert rows back and sum them: `[T, H]`. identity: add what identity experts return."""
 
     def refuse(self, kind: str, error: Exception) -> None:

@@ -59,7 +59,7 @@ class Peers:
         """Tell all ranks that this Runtime has failed. Returns the error that was told first, the same everywhere."""
         if self.store is None:
             return from_record(to_record(error))
-        told = json.dumps(to_record(error))
+        told: str | bytes = json.dumps(to_record(error))
         try:
             told = self.store.compare_set("abort", "", told)
             self.store.set("attention", "1")

@@ -13,7 +13,7 @@ from tests.support.pool import Ranks
 NUM_EXAMPLES = int(os.environ.get("MOELOOM_TEST_EXAMPLES", "300"))  # `make test-full`: 5000
 
 
-def check(ranks: Ranks, case) -> None:  # noqa: ANN001
+def check(ranks: Ranks, case) -> None:
     wrong = [line for lines in ranks.run(run_case, case) for line in lines]
     assert not wrong, f"{case}\n" + "\n".join(wrong)
 
@@ -26,7 +26,9 @@ def test_every_pair_of_listed_values(ranks: Ranks) -> None:
     assert seen >= all_pairs()
 
 
-@settings(max_examples=NUM_EXAMPLES, deadline=None, derandomize=NUM_EXAMPLES == 300, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=NUM_EXAMPLES, deadline=None, derandomize=NUM_EXAMPLES == 300, suppress_health_check=list(HealthCheck)
+)
 @given(case=random_cases())
-def test_any_case(ranks: Ranks, case) -> None:  # noqa: ANN001
+def test_any_case(ranks: Ranks, case) -> None:
     check(ranks, case)

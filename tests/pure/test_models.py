@@ -55,8 +55,13 @@ def test_scaled_shapes_are_legal(name: str, factor: int) -> None:
             assert after >= 16 and after % 16 == 0
             assert after == 16 or abs(after - before / factor) <= 8
     assert small.name == f"{name}/{factor}"
-    widths = {"name": name, "hidden": shape.hidden, "intermediate": shape.intermediate,
-              "shared_intermediate": shape.shared_intermediate, "routed_hidden": shape.routed_hidden}
+    widths = {
+        "name": name,
+        "hidden": shape.hidden,
+        "intermediate": shape.intermediate,
+        "shared_intermediate": shape.shared_intermediate,
+        "routed_hidden": shape.routed_hidden,
+    }
     assert dataclasses.replace(small, **widths) == shape
 
 
@@ -66,7 +71,7 @@ def test_scaled_by_one_keeps_the_published_widths() -> None:
 
 
 @pytest.mark.parametrize("factor", [0, -2, 1.5, True])
-def test_scaled_names_a_wrong_factor(factor: Any) -> None:  # noqa: ANN401 - wrong on purpose
+def test_scaled_names_a_wrong_factor(factor: Any) -> None:
     with pytest.raises(ValueError, match="^factor is"):
         MODELS["mixtral-8x7b"].scaled(factor)
 
@@ -102,12 +107,12 @@ def test_identity_experts_are_choices_without_weights() -> None:
     assert (shape.num_experts, shape.num_choices) == (512, 768)
 
 
-def first_of(config: Any, *names: str) -> Any:  # noqa: ANN401 - configs differ in which fields they have
+def first_of(config: Any, *names: str) -> Any:
     """The first of these fields that the config has, or None."""
     return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
 
 
-def facts_of(config: Any) -> dict[str, Any]:  # noqa: ANN401
+def facts_of(config: Any) -> dict[str, Any]:
     """What a transformers config says, by the names of `ModelShape` and `Router`; None where it says nothing."""
     layer_kinds = getattr(config, "mlp_layer_types", None) or []
     moe_start = getattr(config, "moe_layer_start_index", None)
@@ -121,8 +126,9 @@ def facts_of(config: Any) -> dict[str, Any]:  # noqa: ANN401
         "num_identity_experts": first_of(config, "zero_expert_num"),
         "num_topk": first_of(config, "num_experts_per_tok", "moe_topk"),
         "num_layers": first_of(config, "num_layers", "num_hidden_layers"),
-        "num_dense_layers": layer_kinds.count("dense") if layer_kinds else first_of(config, "first_k_dense_replace")
-        or moe_start,
+        "num_dense_layers": layer_kinds.count("dense")
+        if layer_kinds
+        else first_of(config, "first_k_dense_replace") or moe_start,
         "num_hash_layers": layer_kinds.count("hash_moe") if layer_kinds else None,
         "num_shared_experts": first_of(config, "n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
         or (1 if shared_width else None),
@@ -139,12 +145,27 @@ def facts_of(config: Any) -> dict[str, Any]:  # noqa: ANN401
 
 def facts_of_shape(shape: ModelShape) -> dict[str, Any]:
     router, activation = shape.router, shape.activation
-    own = ("hidden", "expert_hidden", "intermediate", "num_experts", "num_identity_experts", "num_topk", "num_layers",
-           "num_dense_layers", "num_hash_layers", "num_shared_experts")
+    own = (
+        "hidden",
+        "expert_hidden",
+        "intermediate",
+        "num_experts",
+        "num_identity_experts",
+        "num_topk",
+        "num_layers",
+        "num_dense_layers",
+        "num_hash_layers",
+        "num_shared_experts",
+    )
     return {name: getattr(shape, name) for name in own} | {
         "shared_width": shape.shared_intermediate or shape.intermediate,
-        "num_groups": router.num_groups, "num_topk_groups": router.num_topk_groups, "normalize": router.normalize,
-        "scale": router.scale, "score": router.score, "clamp": activation.clamp, "alpha": activation.alpha,
+        "num_groups": router.num_groups,
+        "num_topk_groups": router.num_topk_groups,
+        "normalize": router.normalize,
+        "scale": router.scale,
+        "score": router.score,
+        "clamp": activation.clamp,
+        "alpha": activation.alpha,
     }
 
 

@@ -53,7 +53,7 @@ def test_from_slots_counts_the_experts() -> None:
         (lambda: Placement(((), ()), 0, 4), "num_experts is 0; it must be at least 1"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message: str) -> None:  # noqa: ANN001
+def test_what_cannot_be_is_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

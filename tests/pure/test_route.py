@@ -78,8 +78,15 @@ def check_ids(routing: Routing, num_experts: int) -> None:
         (6, 2, 6, 2, "top2_sum"),  # one expert per group: there is no second to add
     ],
 )
-def test_equals_plain_loops(score: Score, with_bias: bool, num_experts: int, num_topk: int, num_groups: int,
-                            num_topk_groups: int, group_score: GroupScore) -> None:
+def test_equals_plain_loops(
+    score: Score,
+    with_bias: bool,
+    num_experts: int,
+    num_topk: int,
+    num_groups: int,
+    num_topk_groups: int,
+    group_score: GroupScore,
+) -> None:
     bias = random_bias(num_experts) if with_bias else None
     for normalize in (False, True):
         router = Router(num_topk, score, num_groups, num_topk_groups, group_score, normalize, 2.5)
@@ -349,16 +356,25 @@ def test_the_recorded_routing_is_legal_and_uneven() -> None:
     assert load.min() > 0 and 2 * load.mean() < load.max() < 8 * load.mean()
 
 
-def transformers_class(module: str, name: str) -> Any:  # noqa: ANN401 - transformers' classes have no common type
+def transformers_class(module: str, name: str) -> Any:
     found = pytest.importorskip(f"transformers.models.{module}.modeling_{module}", reason="compares with transformers")
     return getattr(found, name)
 
 
 TRANSFORMERS_ROUTERS = [
-    ("deepseek_v2", "DeepseekV2TopkRouter",
-     {"n_routed_experts": 160, "num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
-      "topk_method": "group_limited_greedy"},
-     Router(6, "softmax", 8, 3, "max", normalize=False, scale=16.0)),
+    (
+        "deepseek_v2",
+        "DeepseekV2TopkRouter",
+        {
+            "n_routed_experts": 160,
+            "num_experts_per_tok": 6,
+            "n_group": 8,
+            "topk_group": 3,
+            "routed_scaling_factor": 16.0,
+            "topk_method": "group_limited_greedy",
+        },
+        Router(6, "softmax", 8, 3, "max", normalize=False, scale=16.0),
+    ),
     ("deepseek_v3", "DeepseekV3TopkRouter", {}, Router(8, "sigmoid", 8, 4, scale=2.5)),
     ("deepseek_v4", "DeepseekV4TopKRouter", {}, Router(6, "sqrt_softplus", scale=1.5)),
     ("glm4_moe", "Glm4MoeTopkRouter", {"routed_scaling_factor": 2.5}, Router(8, "sigmoid", scale=2.5)),
@@ -368,9 +384,16 @@ TRANSFORMERS_ROUTERS = [
     ("qwen3_moe", "Qwen3MoeTopKRouter", {"norm_topk_prob": True}, Router(8)),
     ("qwen3_moe", "Qwen3MoeTopKRouter", {"norm_topk_prob": False}, Router(8, normalize=False)),
 ]
-CONFIG_NAMES = {"deepseek_v2": "DeepseekV2Config", "deepseek_v3": "DeepseekV3Config", "deepseek_v4": "DeepseekV4Config",
-                "glm4_moe": "Glm4MoeConfig", "gpt_oss": "GptOssConfig", "longcat_flash": "LongcatFlashConfig",
-                "mixtral": "MixtralConfig", "qwen3_moe": "Qwen3MoeConfig"}
+CONFIG_NAMES = {
+    "deepseek_v2": "DeepseekV2Config",
+    "deepseek_v3": "DeepseekV3Config",
+    "deepseek_v4": "DeepseekV4Config",
+    "glm4_moe": "Glm4MoeConfig",
+    "gpt_oss": "GptOssConfig",
+    "longcat_flash": "LongcatFlashConfig",
+    "mixtral": "MixtralConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+}
 
 
 def by_expert(ids: Tensor, weights: Tensor, num_experts: int) -> Tensor:
@@ -395,8 +418,12 @@ def test_equals_transformers(module: str, name: str, changes: dict[str, Any], ro
         logits, weights, ids = theirs(hidden)
     ours = router(logits, bias)
     check_ids(ours, logits.shape[1])
-    torch.testing.assert_close(by_expert(ours.topk_idx, ours.topk_weights, logits.shape[1]),
-                               by_expert(ids, weights, logits.shape[1]), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        by_expert(ours.topk_idx, ours.topk_weights, logits.shape[1]),
+        by_expert(ids, weights, logits.shape[1]),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_hash_route_equals_transformers() -> None:

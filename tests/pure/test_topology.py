@@ -48,7 +48,7 @@ def test_split(num_ranks: int, num_nodes: int, nodes: tuple) -> None:
         (lambda: Topology(((0, 1),), nics=("mlx5_0",)), "nics has 1 entries; one for each of 2 ranks"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message: str) -> None:  # noqa: ANN001
+def test_what_cannot_be_is_refused(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
 

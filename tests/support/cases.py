@@ -12,7 +12,13 @@ from torch import Tensor
 
 from moeloom import Placement, Routing, Topology
 
-MEMBERS = {1: ((0,), (4,)), 2: ((0, 1), (2, 5)), 3: ((0, 1, 2), (1, 3, 4)), 4: ((0, 1, 2, 3), (0, 2, 4, 5)), 6: (tuple(range(6)),)}
+MEMBERS = {
+    1: ((0,), (4,)),
+    2: ((0, 1), (2, 5)),
+    3: ((0, 1, 2), (1, 3, 4)),
+    4: ((0, 1, 2, 3), (0, 2, 4, 5)),
+    6: (tuple(range(6)),),
+}
 
 LISTED = {
     "ranks": (1, 2, 3, 4, 6),
@@ -134,7 +140,7 @@ def is_possible(values: dict) -> bool:
     return not (values.get("subgroup") and values.get("ranks") == 6)
 
 
-def _draw(choose) -> Case:  # noqa: ANN001
+def _draw(choose) -> Case:
     """A case from any source of choices."""
     while True:
         values = {name: choose(options) for name, options in LISTED.items() if name != "tokens"}

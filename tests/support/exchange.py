@@ -66,20 +66,28 @@ def _dispatch(rt: Runtime, case: Case, world: World, payload: int) -> tuple[Rece
     )
     rows, ids, weights, starts, counts = world.received(rt.rank, case.order, case.alignment)
     flat = received.rows.reshape(-1, case.hidden)
-    wanted_ids = torch.tensor(ids, dtype=torch.int64).reshape(-1, case.topk) if case.order == "rank" else torch.tensor(ids, dtype=torch.int64)
+    wanted_ids = (
+        torch.tensor(ids, dtype=torch.int64).reshape(-1, case.topk)
+        if case.order == "rank"
+        else torch.tensor(ids, dtype=torch.int64)
+    )
     got_ids = received.topk_idx if case.order == "rank" else received.topk_idx.reshape(-1)
     got_weights = received.topk_weights if case.order == "rank" else received.topk_weights.reshape(-1)
     wrong = differences("rows", flat, rows)
     wrong += differences("topk_idx", got_ids, wanted_ids)
     wrong += differences("topk_weights", got_weights, weights)
     wrong += differences("expert_start", received.expert_start, torch.tensor(starts))
-    wrong += differences("num_tokens_per_expert", received.num_tokens_per_expert, torch.tensor(counts, dtype=torch.int64))
-    for name, old, new in zip(("x", "topk_idx", "topk_weights"), before, (x, routing.topk_idx, routing.topk_weights), strict=True):
+    wrong += differences(
+        "num_tokens_per_expert", received.num_tokens_per_expert, torch.tensor(counts, dtype=torch.int64)
+    )
+    for name, old, new in zip(
+        ("x", "topk_idx", "topk_weights"), before, (x, routing.topk_idx, routing.topk_weights), strict=True
+    ):
         wrong += differences(f"input {name} after the call", new, old)
     return received, handle, wrong
 
 
-def _combine(rt: Runtime, case: Case, world: World, received: Received, handle) -> list[str]:  # noqa: ANN001
+def _combine(rt: Runtime, case: Case, world: World, received: Received, handle) -> list[str]:
     placement = case.placement()
     if case.order == "rank":
         rows = expert_fn(received.rows, 0)
@@ -89,7 +97,7 @@ def _combine(rt: Runtime, case: Case, world: World, received: Received, handle) 
         rows[received.topk_idx < 0] = float("nan")  # whatever padding holds must not matter
     recipe = recipe_for(case.torch_dtype).with_reduction(case.reduction)
     y = rt.combine(rows, handle, weighted=case.weighted, recipe=recipe)
-    how = dict(exchange=case.exchange, reduction=case.reduction, weighted=case.weighted, order=case.order)
+    how = {"exchange": case.exchange, "reduction": case.reduction, "weighted": case.weighted, "order": case.order}
     return differences("y", y, world.combined(rt.rank, expert_fn, case.topology, **how))
 
 
@@ -98,5 +106,3 @@ def poison(rt: Runtime) -> None:
     memory = rt._backend.buffer._memory
     if memory is not None and rt._backend.local_index == 0:
         memory.tensor(torch.uint8, (memory.num_bytes,), 0).fill_(0xFF)
-
-

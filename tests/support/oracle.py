@@ -19,7 +19,9 @@ def home(placement: Placement, expert: int, source: int, token: int) -> tuple[in
 class World:
     """All ranks' inputs of one case, and what follows from them."""
 
-    def __init__(self, xs: list[Tensor], ids: list[list[list[int]]], weights: list[Tensor], placement: Placement) -> None:
+    def __init__(
+        self, xs: list[Tensor], ids: list[list[list[int]]], weights: list[Tensor], placement: Placement
+    ) -> None:
         self.xs, self.ids, self.weights, self.placement = xs, ids, weights, placement
         self.homes = [
             [[home(placement, e, source, token) for e in row] for token, row in enumerate(table)]
@@ -74,12 +76,12 @@ class World:
     def _stack(self, rows: list[Tensor]) -> Tensor:
         return torch.stack(rows) if rows else self.xs[0].new_zeros(0, self.xs[0].shape[1])
 
-    def combined(self, source: int, expert_fn, topology: Topology, **how) -> Tensor:  # noqa: ANN001
+    def combined(self, source: int, expert_fn, topology: Topology, **how) -> Tensor:
         """y of a rank: `expert_fn(x_row, expert) -> row` per (token, k), summed as the contract says."""
         out = [self._token(source, token, expert_fn, topology, **how) for token in range(len(self.ids[source]))]
         return self._stack(out)
 
-    def _token(self, source, token, expert_fn, topology, *, exchange, reduction, weighted, order):  # noqa: ANN001, ANN202
+    def _token(self, source, token, expert_fn, topology, *, exchange, reduction, weighted, order):
         x, dtype = self.xs[source][token], self.xs[source].dtype
         parts: list[tuple[int, Tensor]] = []  # (rank, fp32 value) in slot order
         identity: list[Tensor] = []

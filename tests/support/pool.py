@@ -35,8 +35,8 @@ class Ranks:
 def group_of(members: tuple[int, ...]) -> dist.ProcessGroup | None:
     """The process group of these world ranks; None if this rank is not in it. All ranks of the pool must call it.
 
-    torch names a group after how many groups a rank has made before, so groups that only their members make hang as soon
-    as these numbers differ.
+    torch names a group after how many groups a rank has made before, so groups that only their members make hang as
+    soon as these numbers differ.
     """
     if members not in _groups:
         _groups[members] = dist.new_group(list(members))

@@ -63,9 +63,7 @@ class CpuBackend:
         """See `Backend.experts_backward`."""
         return experts_backward(self, received, d_out, weights, recipe)
 
-    def combine(
-        self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True
-    ) -> Tensor:
+    def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True) -> Tensor:
         """See `Backend.combine`."""
         return combine(self, rows, handle, recipe, weighted, identity)
 

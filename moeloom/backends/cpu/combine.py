@@ -1,7 +1,7 @@
 """combine on CPUs: sum what is here, write it into the token's row at its source, sum what has come there.
 
-Each contribution to a token has a lane of its own beside the token's row, derived from the routing by both sides. In the
-hybrid exchange the token's row is the one at the forwarder, which sends on what it finds there.
+Each contribution to a token has a lane of its own beside the token's row, derived from the routing by both sides. In
+the hybrid exchange the token's row is the one at the forwarder, which sends on what it finds there.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 Tiles = Iterator[tuple[slice, Tensor]]
 
 
-def combine(
-    cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool
-) -> Tensor:
+def combine(cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool) -> Tensor:
     """See `Backend.combine`. rows: `[num_rows, H]`, as dispatch laid them out."""
     with cpu.control.operation("combine"):
         wanted = {"handle of operation": handle.number, "hidden": rows.shape[1], "dtype": str(rows.dtype)}
@@ -115,7 +113,9 @@ def _sum_ranks(cpu: CpuBackend, rows: Tensor, handle: Handle, weighted: bool) ->
 
 
 def _sum_nodes(cpu: CpuBackend, rows: Tensor, handle: Handle, weighted: bool) -> Tiles:
-    """One row per (token, rank), summed in rank order at the forwarder; of these one per (token, node), in node order."""
+    """One row per (token, rank), summed in rank order at the forwarder; of these one per (token, node), in node
+    order.
+    """
     paths, messages, topology = handle.paths, handle.paths.messages, cpu.topology
     num_ranks, num_tokens = topology.num_ranks, handle.num_tokens
     in_node = torch.tensor([rank in cpu.local_ranks for rank in range(num_ranks)])

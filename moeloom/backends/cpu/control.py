@@ -1,8 +1,8 @@
 """How ranks agree, wait and fail: every wait of the CPU backend is here, and every wait has a deadline.
 
-An operation begins with one round in which all ranks show each other what they want to do. Nobody writes for operation n
-before everybody has entered it, hence has finished reading n-1: that is why one symmetric buffer without banks or slots
-is enough, however many handles are outstanding.
+An operation begins with one round in which all ranks show each other what they want to do. Nobody writes for operation
+n before everybody has entered it, hence has finished reading n-1: that is why one symmetric buffer without banks or
+slots is enough, however many handles are outstanding.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Control:
             raise
 
     def _tell(self, error: BaseException) -> None:
-        """Tell why this rank leaves the operation: with the record it still owes, or out of band if that has been shown."""
+        """Tell why this rank leaves the operation: with the record it still owes, or out of band if that has been
+        shown.
+        """
         if self._shown:
             left = MoeloomError(f"rank {self.peers.rank} left an operation unfinished: {type(error).__name__}: {error}")
             self.failure = to_record(self.peers.abort(left))
@@ -95,8 +97,8 @@ class Control:
 
         Raises the same error on all ranks if one of them reports an error, or if a value of `same` differs.
         """
-        record = {"call": self.kind, "same": same, "own": own or {}} if error is None else self.peers.name_rank(error)
-        records = self._send({"call": self.kind, **record}, wait=True)
+        wish = {"same": same, "own": own or {}} if error is None else self.peers.name_rank(error)
+        records = self._send({"call": self.kind, **wish}, wait=True)
         calls = [record["call"] for record in records]
         for rank in range(len(calls)):
             if calls[rank] != calls[0]:

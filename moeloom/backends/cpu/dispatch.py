@@ -30,7 +30,9 @@ def dispatch(
             handle = routing
         else:
             paths = _exchange_routing(cpu, x, routing, placement, exchange)
-            layout = receive_layout(paths.slot, placement.num_local(cpu.rank), rows.order, rows.alignment, rows.capacity)
+            layout = receive_layout(
+                paths.slot, placement.num_local(cpu.rank), rows.order, rows.alignment, rows.capacity
+            )
             if rows.capacity is not None and rows.overflow == "error":
                 _agree_that_rows_fit(cpu, layout, rows)
             kept_x = x if placement.num_identity else None

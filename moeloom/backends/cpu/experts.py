@@ -55,7 +55,9 @@ def experts_backward(
             inputs = [rows[tile].float().requires_grad_(), row_weights[tile].clone().requires_grad_()]
             with torch.enable_grad():
                 out = expert(*inputs)
-            found = torch.autograd.grad(out, inputs + list(expert.wanted.values()), d_out[tile].float(), allow_unused=True)
+            found = torch.autograd.grad(
+                out, inputs + list(expert.wanted.values()), d_out[tile].float(), allow_unused=True
+            )
             d_rows[tile] = found[0]
             if found[1] is not None:
                 d_row_weights[tile] = found[1]
@@ -108,7 +110,9 @@ class _Expert:
 
 
 def matmul(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows [n, K] @ weight [N, K].T` in fp32, a row's bits independent of n, of its place and of the rows beside it."""
+    """`rows [n, K] @ weight [N, K].T` in fp32, a row's bits independent of n, of its place and of the rows beside
+    it.
+    """
     product = _at_least(MIN_ROWS, rows) @ _at_least(MIN_ROWS, weight).t()
     return product[: len(rows), : len(weight)]
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Messages:
-    """The tokens that this rank sends to ranks of other nodes, grouped by receiver, and how many come from each rank."""
+    """The tokens that this rank sends to ranks of other nodes, grouped by receiver, and how many come from each
+    rank.
+    """
 
     exchange: ExchangeName
     tokens: Tensor
@@ -98,7 +100,9 @@ def send_rows(cpu: CpuBackend, rows: Tensor, sent: list[int], received: list[int
     cpu.traffic.scale_out_bytes += rows.nbytes
 
 
-def blocks(cpu: CpuBackend, space: TokenSpace, tokens_of_rank: list[int], sent: list[list[int]], exchange: str) -> Tensor:
+def blocks(
+    cpu: CpuBackend, space: TokenSpace, tokens_of_rank: list[int], sent: list[list[int]], exchange: str
+) -> Tensor:
     """For each source rank, where its rows begin among the places of `spread`, and how many there are: `[R, 2]`."""
     topology = cpu.topology
     if topology.num_ranks == 1:

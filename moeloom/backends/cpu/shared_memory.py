@@ -20,8 +20,8 @@ PREFIX = "moeloom-"
 class SharedFile:
     """`num_bytes` of shared memory, mapped by this process.
 
-    The creator keeps the name only until every rank has mapped it (`unlink`). Should all ranks be killed in between, the
-    next creator finds that nobody holds the file's lock and sweeps it away.
+    The creator keeps the name only until every rank has mapped it (`unlink`). Should all ranks be killed in between,
+    the next creator finds that nobody holds the file's lock and sweeps it away.
     """
 
     def __init__(self, path: str, file: int, num_bytes: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ class Wire:
         self._num_ranks = control.peers.num_ranks
         limit = timedelta(seconds=timeout)
         try:
-            self._group = ProcessGroupGloo(PrefixStore("gloo", store), control.peers.rank, self._num_ranks, limit)
+            self._group: Any = ProcessGroupGloo(PrefixStore("gloo", store), control.peers.rank, self._num_ranks, limit)
         except RuntimeError as error:
             control.fail("connecting the nodes", _first_line(error))
         self._works: list[Work] = []  # begun, and not seen to end
@@ -58,7 +59,9 @@ class Wire:
         return [bytes(row[WORD_BYTES : WORD_BYTES + n].tolist()) for row, n in zip(table, lengths, strict=True)]
 
     def close(self) -> None:
-        """Leave the group at once. gloo ends a group only when all that was begun has ended; a thread waits for that."""
+        """Leave the group at once. gloo ends a group only when all that was begun has ended; a thread waits for
+        that.
+        """
         if self._control.failure is not None:
             self._group.abort()
         if self._works:
