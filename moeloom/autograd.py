@@ -29,6 +29,8 @@ class Dispatch(torch.autograd.Function):
         received, handle = run()
         done += (received, handle)
         ctx.backend, ctx.handle = backend, handle
+        # a row of order "rank" has places for all slots of its token; those of other ranks are constants here
+        ctx.elsewhere = received.topk_idx < 0 if handle.rows.order == "rank" and ctx.needs_input_grad[1] else None
         return received.rows, received.topk_weights
 
     @staticmethod
@@ -39,6 +41,8 @@ class Dispatch(torch.autograd.Function):
             flat = d_rows.reshape(-1, d_rows.shape[-1])
             d_x = ctx.backend.combine(flat, ctx.handle, recipe_for(d_rows.dtype), weighted=False, identity=False)
         if ctx.needs_input_grad[1]:
+            if ctx.elsewhere is not None:
+                d_row_weights = d_row_weights.masked_fill(ctx.elsewhere, 0)
             d_topk_weights = return_scalars(ctx.backend, d_row_weights, ctx.handle)
         return d_x, d_topk_weights, None, None, None
 
@@ -58,13 +62,15 @@ class Combine(torch.autograd.Function):
         weighted: bool,
     ) -> Tensor:
         ctx.backend, ctx.handle, ctx.weighted = backend, handle, weighted
-        ctx.save_for_backward(rows if weighted and topk_weights.requires_grad else None, x)
+        wanted_rows = rows if weighted and topk_weights.requires_grad else None
+        # topk_weights for autograd's check only: identity_backward reads them from the handle
+        ctx.save_for_backward(wanted_rows, x, None if x is None else topk_weights)
         return backend.combine(rows, handle, recipe, weighted)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_y: Tensor) -> tuple:
-        rows, x = ctx.saved_tensors
+        rows, x, _ = ctx.saved_tensors
         handle: Handle = ctx.handle
         received = bring(ctx.backend, d_y, handle)
         d_rows = received.rows.view(-1, d_y.shape[1])

@@ -121,8 +121,8 @@ _STACKED = ExpertLayout(gate_up=_STACK + "gate_up_proj", down=_STACK + "down_pro
 LAYOUTS: Mapping[str, ExpertLayout] = MappingProxyType({
     **dict.fromkeys((
         "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-        "hunyuan_v1_moe", "hy_v3", "longcat_flash", "mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_5_moe_text",
-        "qwen3_moe", "qwen3_next", "solar_open",
+        "hunyuan_v1_moe", "hy_v3", "mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+        "qwen3_next", "solar_open",
     ), _MLP),
     **dict.fromkeys(("kimi_linear", "minimax_m2", "mixtral", "phimoe"), _MIXTRAL),
     "gpt_oss": ExpertLayout(
@@ -217,10 +217,11 @@ def load_experts(
         tensors = _empty(layout, placement.num_local(rank), hidden, intermediate, dtype or _one_dtype(layer, views))
         targets = {**tensors, "gate": tensors["gate_up"][:, :intermediate], "up": tensors["gate_up"][:, intermediate:]}
         for (part, expert), view in views.items():
-            # a slice refers to the mapped file: it must be copied, and is paged in only where it is copied
-            stored = view[expert] if layout.stacked else view[:]
-            for slot in slots.get(expert, ()):
-                targets[part][slot].copy_(stored.mT if layout.transposed and stored.dim() == 2 else stored)
+            if expert in slots:
+                # this refers to the mapped file: it must be copied, and is paged in only where it is copied
+                stored = view[expert] if layout.stacked else view[:]
+                for slot in slots[expert]:
+                    targets[part][slot].copy_(stored.mT if layout.transposed and stored.dim() == 2 else stored)
     return Experts(
         tensors["gate_up"], tensors["down"], activation=activation, gate_up_order=layout.gate_up_order,
         gate_up_bias=tensors.get("gate_up_bias"), down_bias=tensors.get("down_bias"), placement=placement,
@@ -298,22 +299,23 @@ def write_index(folder: str | Path) -> Path:
         raise ValueError(f"{parts[0]} is only a part; call stack_shards for its layer first")
     if len(paths) > 1 and folder / _SINGLE in paths:
         raise ValueError(f"{folder / _SINGLE} would be read alone, without {paths[0].name}; give it another name")
-    weight_map: dict[str, str] = {}
+    names: dict[Path, list[str]] = {}
     saved: dict[int, dict[Path, Any]] = {}
-    size = 0
     for path in paths:
         with ExitStack() as stack:
             file = _open(path, stack)
-            for name in _names(file):
-                if name in weight_map:
-                    raise MoeloomError(f"{folder}: {name} is both in {weight_map[name]} and in {path.name}; keep one")
-                weight_map[name] = path.name
+            names[path] = _names(file)
             if match := re.fullmatch(r"experts-layer(\d+)-rank\d+\.safetensors", path.name):
                 saved.setdefault(int(match[1]), {})[path] = file.metadata()
-        size += _payload(path)
     for layer, files in saved.items():
         _check_complete(folder, layer, files)
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    weight_map: dict[str, str] = {}
+    for path in paths:
+        for name in names[path]:
+            if name in weight_map:
+                raise MoeloomError(f"{folder}: {name} is both in {weight_map[name]} and in {path.name}; keep one")
+            weight_map[name] = path.name
+    index = {"metadata": {"total_size": sum(map(_payload, paths))}, "weight_map": dict(sorted(weight_map.items()))}
     draft = folder / f"{_INDEX}.tmp"
     draft.write_text(json.dumps(index, indent=2) + "\n")
     return draft.replace(folder / _INDEX)
@@ -393,7 +395,7 @@ def _check_names(checkpoint: _Checkpoint, layout: ExpertLayout, layer: int, num_
     lost = [name for name in names if name not in files]
     if len(lost) == len(names):
         layers = [str(other) for other in range(len(files)) if layout.name("down", other, 0) in files]
-        near = next((name for name in files if f".{layer}." in name and "experts." in name), None)
+        near = next((name for name in files if f"layers.{layer}." in name and "experts." in name), None)
         raise ValueError(f"{here} has no experts in this layout, such as {lost[0]}; layers that have: "
                          f"{', '.join(layers) or 'none'}" + (f"; this one has {near}" if near else ""))
     if lost:
@@ -478,7 +480,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     """Under another name first: a file that was cut off never carries the final one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(path.name + ".tmp")
-    save_file(tensors, draft, metadata={"format": "pt", **metadata})  # transformers insists on the format
+    save_file(tensors, draft, metadata={"format": "pt", **metadata})  # older transformers refuse a file without
     os.replace(draft, path)
     return path
 

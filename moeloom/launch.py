@@ -36,12 +36,14 @@ class RankLate(RankFailed):
     """A rank had not finished when its time was over."""
 
 
-def launch(fn: Callable[..., Any], ranks: int, nodes: int = 1, args: tuple = (), *, timeout: float | None = None) -> list[Any]:
+def launch(
+    fn: Callable[..., Any], ranks: int, nodes: int = 1, args: tuple = (), *, timeout: float | None = None
+) -> list[Any]:
     """Run `fn(*args)` on `ranks` new processes of this machine, declared to be on `nodes` nodes.
 
-    In each of them `torch.distributed` is initialised (gloo). fn and args must be picklable: a function of an importable
-    module, or of a script guarded by `if __name__ == "__main__"`. Returns the results in rank order; raises `RankFailed`
-    if one fails. timeout: seconds for the whole run.
+    In each of them `torch.distributed` is initialised (gloo). fn and args must be picklable: a function of an
+    importable module, or of a script guarded by `if __name__ == "__main__"`. Returns the results in rank order; raises
+    `RankFailed` if one fails. timeout: seconds for the whole run.
     """
     with RankPool(ranks, nodes) as pool:
         return pool.run(fn, *args, timeout=timeout)

@@ -82,7 +82,7 @@ class LayerCall:
                 raise
             d_x = backend.combine(grads.rows, handle, self.recipe, weighted=False, identity=False)
             d_topk_weights = return_scalars(backend, grads.row_weights, handle)
-        if handle.x is not None:
+        if self.placement.num_identity:
             d_x_identity, d_identity = identity_backward(x, d_y, handle)
             d_x, d_topk_weights = d_x + d_x_identity, d_topk_weights + d_identity
         return [d_x, d_topk_weights, *grads.weights.values()]
@@ -114,7 +114,7 @@ def moe(
     this = _calls[call]
     experts = this.experts([gate_up, down, gate_up_bias, down_bias], [False] * 4)
     y, handle = this.forward(x, Routing(topk_idx, topk_weights), experts)
-    this.handle = handle if keep else None
+    this.handle = replace(handle, x=None) if keep else None  # autograd keeps x itself, or checkpointing drops it
     return y
 
 

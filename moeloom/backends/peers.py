@@ -59,13 +59,13 @@ class Peers:
         """Tell all ranks that this Runtime has failed. Returns the error that was told first, the same everywhere."""
         if self.store is None:
             return from_record(to_record(error))
-        told: str | bytes = json.dumps(to_record(error))
+        told = to_record(error)
         try:
-            told = self.store.compare_set("abort", "", told)
+            told = json.loads(self.store.compare_set("abort", "", json.dumps(told)))
             self.store.set("attention", "1")
         except DistError:
             pass  # nobody can be told; the others find that out by themselves
-        return from_record(json.loads(told))
+        return from_record(told)
 
     def refuse(self, error: BaseException) -> Exception:
         """Tell all ranks why this one cannot take part in the construction. Returns what they all raise, as `abort`."""

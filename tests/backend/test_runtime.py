@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moeloom import BF16, FP32, Plan, Routing, Runtime, Topology, env
 from moeloom.backends.cpu.shared_memory import SharedFile
-from tests.support.failure import attempt, layer, layer_of, works
+from tests.support.failure import Attempt, Layer, attempt, layer, layer_of, works
 from tests.support.pool import Ranks, group_of
 
 FOUR = (0, 1, 2, 3)
@@ -30,6 +30,17 @@ def over_world() -> tuple[int, int, bool]:
 
 def test_default_group(ranks: Ranks) -> None:
     assert ranks.run(over_world) == [(rank, 6, True) for rank in range(6)]
+
+
+def construct_only(nodes: int) -> Attempt | None:
+    """Nothing but construction: a rank that is through must not break off what the others still do."""
+    group = group_of(FOUR)
+    return group and attempt(lambda: [Runtime(group, topology=Topology.split(4, nodes)).close() for _ in range(10)])
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_closed_as_soon_as_constructed(ranks: Ranks, nodes: int) -> None:
+    assert [told.text for told in ranks.run(construct_only, nodes)[:4]] == [""] * 4
 
 
 def over_subgroup(members: tuple[int, ...]) -> tuple[int, bool] | str:
@@ -108,7 +119,7 @@ def on_overlapping_groups() -> list[bool]:
     return results
 
 
-def weights_only(mine) -> torch.Tensor:  # noqa: ANN001
+def weights_only(mine: Layer) -> torch.Tensor:
     """What weighted combine of the received rows gives."""
     return torch.where(mine.topk_idx >= 0, mine.topk_weights, 0.0).sum(1, keepdim=True) * mine.x
 

@@ -47,6 +47,7 @@ class CpuBackend:
             self.control.attach(_control_memory(peers, self.local_ranks, self.control.num_bytes))
         if store is not None and topology.num_nodes > 1:
             self.wire = self.control.wire = Wire(store, self.control, peers.timeout)
+            peers.gather("connected", {})  # a rank that closed before would break the connecting of the others
         self.buffer = SymmetricBuffer(self.control)
 
     def dispatch(

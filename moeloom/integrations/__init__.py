@@ -1,0 +1,1 @@
+"""Adapters that put moeloom under other frameworks. Each needs its framework installed, and is imported by name."""
