@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import gc
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-transformers = pytest.importorskip("transformers", minversion="5.24")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import AutoModelForCausalLM, DistributedConfig  # noqa: E402
 from transformers.distributed import expert_parallel  # noqa: E402
 
+from moeloom import MoeloomError  # noqa: E402
 from moeloom.integrations import transformers as adapter  # noqa: E402
+
+transformers.logging.disable_progress_bar()
+transformers.logging.set_verbosity_error()
+warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 NUM_RANKS = 4
 MESHES = {
@@ -25,7 +35,7 @@ MESHES = {
     "fsdp4 ep2": {"fsdp_size": 4, "ep_size": 2},
 }
 NUM_STEPS = 3
-RATE = 0.5
+RATE = 0.1
 
 _common = {
     "vocab_size": 96,
@@ -78,8 +88,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str, path: str) -> None:
-    """Save a randomly initialised model of that architecture."""
+# transformers' plan for GLM-4.5 forgets these (Qwen3's has them): under TP each rank keeps the gradient of its own heads
+_norms = {f"model.layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
+TP_PLANS = {"Glm4Moe": _norms}
+
+
+def build(name: str, path: str, *, swapped: bool = False, biased: bool = False) -> None:
+    """Save a randomly initialised model of that architecture.
+
+    swapped: the first and the last expert of each layer change places. biased: every token goes to experts 0 and 1.
+    """
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**{**_common, **CONFIGS[name]})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -87,62 +105,86 @@ def build(name: str, path: str) -> None:
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "bias" in key:  # these start at zero
                 tensor.normal_(std=0.1)
+            if swapped and ".mlp.experts." in key:
+                tensor.copy_(tensor[[7, *range(1, 7), 0]])
+            if biased and key.endswith("router.bias"):
+                tensor[:2] += 100
     model.save_pretrained(path)
 
 
-def batches(count: int) -> list[torch.Tensor]:
+def build_dense(path: str) -> None:
+    """Save a model without experts."""
+    config = transformers.LlamaConfig(**{**_common, "intermediate_size": 48})
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+
+
+def batches(count: int) -> list[Tensor]:
     """Token ids, different ones and differently many for each batch."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, 96, (2, 5 + 2 * index), generator=generator) for index in range(count)]
 
 
-def prompt() -> torch.Tensor:
-    return torch.tensor([[5, 17, 42], [3, 7, 11]])
-
-
-def generate(model: torch.nn.Module) -> torch.Tensor:
+def generate(model: nn.Module) -> Tensor:
+    prompt = torch.tensor([[5, 17, 42], [3, 7, 11]])
     with torch.no_grad():
-        return model.generate(prompt(), max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(prompt()))
+        return model.generate(prompt, max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(prompt))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def step(model: torch.nn.Module) -> None:
-    """Plain SGD, without an optimizer's foreach kernels, which do not mix sharded and other tensors."""
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in model.named_parameters()}
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(tensor.grad) for name, tensor in model.named_parameters()}
+
+
+def step(model: nn.Module) -> None:
+    """Plain SGD; torch's own groups tensors for its kernels, and refuses sharded ones beside others."""
     with torch.no_grad():
         for tensor in model.parameters():
             tensor -= RATE * tensor.grad
             tensor.grad = None
 
 
-def reference(path: str, num_batches: int, bfloat16: bool = False) -> dict[str, Any]:
-    """What transformers computes alone, eagerly: the loss is the mean over the batches."""
-    model = load(path, bfloat16, experts_implementation="eager").train()
+def distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def distances(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == wanted.keys()
+    return {name: distance(tensor, wanted[name]) for name, tensor in found.items()}
+
+
+def load(path: str, **options: Any) -> nn.Module:
+    options = {"dtype": torch.float32, "experts_implementation": "eager", **options}
+    return AutoModelForCausalLM.from_pretrained(path, **options).train()
+
+
+def load_parallel(path: str, mesh: str, *, plans: dict[str, Any] | None = None, **options: Any) -> nn.Module:
+    adapter.register()
+    config = DistributedConfig(**MESHES[mesh], **(plans or {}), ep_implementation="moeloom")
+    return load(path, distributed_config=config, **options)
+
+
+def reference(path: str, num_batches: int, **options: Any) -> dict[str, Any]:
+    """What transformers computes alone, eagerly: tokens, logits, gradients of the mean loss, change by three steps."""
+    model = load(path, **options)
     found: dict[str, Any] = {"tokens": generate(model)}
-    before = {name: whole(tensor) for name, tensor in model.named_parameters()}
+    before = weights_of(model)
     for number in range(NUM_STEPS):
         outputs = [model(input_ids=ids, labels=ids) for ids in batches(num_batches)]
-        if number == 0:
-            found["logits"] = [output.logits.detach() for output in outputs]
         (sum(output.loss for output in outputs) / num_batches).backward()
         if number == 0:
-            found["grads"] = {name: tensor.grad.clone() for name, tensor in model.named_parameters()}
+            found["logits"] = [output.logits.detach() for output in outputs]
+            found["grads"] = grads_of(model)
         step(model)
-    found["change"] = {name: whole(tensor) - before[name] for name, tensor in model.named_parameters()}
+    found["change"] = {name: tensor - before[name] for name, tensor in weights_of(model).items()}
     return found
-
-
-def load(path: str, bfloat16: bool = False, **options: Any) -> torch.nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16 if bfloat16 else torch.float32, **options)
-
-
-def load_parallel(path: str, mesh: dict[str, int], **options: Any) -> torch.nn.Module:
-    adapter.register()
-    config = DistributedConfig(**mesh, ep_implementation="moeloom")
-    options.setdefault("experts_implementation", "eager")
-    return load(path, distributed_config=config, **options)
 
 
 @contextmanager
@@ -163,29 +205,98 @@ def others_forbidden() -> Iterator[None]:
             cls.__call__ = call
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-12))
+def compare(path: str, wanted_path: str, mesh: str, checkpointing: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: how far logits, gradients and the change by three steps are from the reference, and what moved."""
+    wanted = torch.load(wanted_path)
+    model = load_parallel(path, mesh, **options)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    (runtime,) = adapter.runtimes()
+    found: dict[str, Any] = {"replaced": adapter.replaced_modules(model), "runtime": runtime}
+    found["tokens"] = bool(torch.equal(generate(model), wanted["tokens"]))
+    before = weights_of(model)
+    batch = dist.get_rank() // MESHES[mesh].get("tp_size", 1)
+    ids = batches(NUM_RANKS)[batch]
+    for number in range(NUM_STEPS):
+        output = model(input_ids=ids, labels=ids)
+        output.loss.backward()
+        if number == 0:
+            found["logits"] = distance(whole(output.logits), wanted["logits"][batch])
+            found["grads"] = distances(grads_of(model), wanted["grads"])
+        step(model)
+    change = {name: tensor - before[name] for name, tensor in weights_of(model).items()}
+    found["change"] = distances(change, wanted["change"])
+    return found
 
 
-def compare(path: str, mesh: dict[str, int], rank: int, wanted: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Largest distances from the reference, over this rank's logits and all gradients and weights, and what moved."""
+def compare_and_forget(*args: Any) -> dict[str, Any]:
+    """On a rank: `compare`, and that the model's end is its Runtime's."""
     with others_forbidden():
-        model = load_parallel(path, mesh, **options).train()
-        before = {name: whole(tensor) for name, tensor in model.named_parameters()}
-        found: dict[str, Any] = {"replaced": adapter.replaced_modules(model), "runtimes": len(adapter.runtimes())}
-        found["tokens"] = bool(torch.equal(generate(model), wanted["tokens"]))
-        batch = rank // mesh.get("tp_size", 1)
-        ids = batches(NUM_RANKS)[batch]
-        for number in range(NUM_STEPS):
-            output = model(input_ids=ids, labels=ids)
-            if number == 0:
-                found["logits"] = distance(whole(output.logits), wanted["logits"][batch])
-            output.loss.backward()
-            if number == 0:
-                grads = {name: whole(tensor.grad) for name, tensor in model.named_parameters()}
-                found["grads"] = {name: distance(grad, wanted["grads"][name]) for name, grad in grads.items()}
-            step(model)
-    change = {name: whole(tensor) - before[name] for name, tensor in model.named_parameters()}
-    found["change"] = max(distance(tensor, wanted["change"][name]) for name, tensor in change.items())
-    found["stats"] = adapter.runtimes()[-1].stats()
+        found = compare(*args)
+    gc.collect()
+    assert adapter.runtimes() == []
+    runtime = found.pop("runtime")
+    with pytest.raises(MoeloomError, match="closed"):
+        runtime.symmetric_bytes()
+    return {**found, "stats": runtime.stats()}
+
+
+def call_experts(experts: nn.Module, ids: list[list[int]], dtype: torch.dtype) -> dict[str, Tensor]:
+    """An experts module's output for tokens with these ids, and all gradients there are."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(len(ids), 64, generator=generator).requires_grad_()
+    weights = torch.rand(len(ids), len(ids[0]), generator=generator).to(dtype).requires_grad_()
+    y = experts(x, torch.tensor(ids), weights)
+    experts.zero_grad()
+    (y * torch.randn(y.shape, generator=generator)).sum().backward()
+    return {"y": y.detach(), "x": x.grad, "weights": weights.grad, **grads_of(experts)}
+
+
+def compare_experts(path: str, cases: dict[str, list[list[int]]], dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    """On a rank: distances of one experts module's outputs and gradients from those of the module alone, by case."""
+    alone, parallel = (model.model.layers[0].mlp.experts for model in (load(path), load_parallel(path, "tp4 ep4")))
+    found = {}
+    for name, ids in cases.items():
+        wanted, ours = (call_experts(experts, ids, dtype) for experts in (alone, parallel))
+        found[name] = {key: float((ours[key] - wanted[key]).float().norm()) for key in wanted}
+    return found
+
+
+def models_side_by_side(path: str) -> list[int]:
+    """On a rank: how many Runtimes live with one model, with a second one beside it, after the first has gone."""
+    first = load_parallel(path, "tp4 ep4")
+    counts = [len(adapter.runtimes())]
+    second = load_parallel(path, "fsdp4 ep4")
+    counts.append(len(adapter.runtimes()))
+    generate(first)
+    generate(second)
+    del first
+    gc.collect()
+    counts.append(len(adapter.runtimes()))
+    generate(second)
+    assert adapter.runtimes()[0].stats()["dispatch"].calls == 2 * 2 * 4  # runs, layers, tokens
+    return counts
+
+
+def refusals(path: str, dense: str) -> dict[str, str]:
+    """On a rank: what is said where nothing would run through moeloom."""
+    found = {}
+    with pytest.raises(ValueError) as refused:
+        load_parallel(dense, "tp4 ep4")
+    found["no plan"] = str(refused.value)
+
+    # transformers applies no rule of such a plan, without a word
+    other = {"ep_plan": {"model.layers.*.mlp.experts": "grouped_gemm"}}
+    with pytest.raises(ValueError) as refused:
+        adapter.replaced_modules(load_parallel(path, "tp4 ep4", plans=other))
+    found["no dispatch"] = str(refused.value)
+
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    with pytest.raises(ValueError) as refused:
+        adapter.MoeloomEP(load(path).model.layers[0].mlp.experts, mesh, mesh)
+    found["not sharded"] = str(refused.value)
+
+    with pytest.raises(ValueError) as refused:
+        generate(load_parallel(path, "tp4 ep4", experts_implementation="moeloom"))
+    found["both"] = str(refused.value)
     return found
