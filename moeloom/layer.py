@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
 
 from moeloom import checks
 from moeloom.autograd import bring, identity_backward, return_scalars
@@ -96,6 +98,16 @@ class LayerCall:
         return replace(self.like, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
 
+@contextmanager
+def _autograd_in_operator() -> Iterator[None]:
+    """Let autograd work: an operator's kernel runs below it, but the experts' backward differentiates their forward."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (DispatchKey.AutogradFunctionality, DispatchKey.AutogradOther, DispatchKey.AutogradNestedTensor):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+        yield
+
+
 @torch.library.custom_op("moeloom::moe", mutates_args=())
 def moe(
     x: Tensor,
@@ -140,7 +152,8 @@ def moe_backward(
     plan = this.choose(x.shape[1], topk_idx.shape[1])
     _, handle = backend.dispatch(x, Routing(topk_idx, topk_weights), this.placement, RowOrder(), plan.exchange)
     experts = this.experts([*tensors, *([] if has_biases else [None, None])], wanted)
-    return this.backward(d_y, x, handle, experts)
+    with _autograd_in_operator():
+        return this.backward(d_y, x, handle, experts)
 
 
 @moe_backward.register_fake
@@ -149,7 +162,8 @@ def _(
 ) -> list[Tensor]:
     wanted = rest[1]
     grads = [torch.empty_like(tensor) for tensor, want in zip(tensors, wanted, strict=False) if want]
-    return [torch.empty_like(x), torch.empty_like(topk_weights), *grads]
+    rows = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, topk_weights)]
+    return [*rows, *grads]
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:

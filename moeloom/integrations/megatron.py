@@ -1,10 +1,10 @@
-"""A token dispatcher for Megatron-Core's MoE layers (read from megatron-core 0.19.2), which needs no Megatron to import.
+"""A token dispatcher for the MoE layers of Megatron (megatron-core 0.19.2), which needs no Megatron to import.
 
     replaced = replace_dispatchers(model)      # after building it, before wrapping it
 
-Megatron describes routing by a map `[T, E]` of bools and probs `[T, E]`; `topk_from_map` and `map_from_topk` convert. Its
-experts apply the probs themselves, so combining only sums. Letters: `T` tokens of this rank, `K` top-k, `E` experts,
-`L` local experts, `R` received rows, `H` hidden.
+Megatron describes routing by a map `[T, E]` of bools and probs `[T, E]`; `topk_from_map` and `map_from_topk` convert.
+Its experts apply the probs themselves, so combining only sums. Letters: `T` tokens of this rank, `K` top-k,
+`E` experts, `L` local experts, `R` received rows, `H` hidden.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class MoeloomDispatcher:
         return received.rows, received.topk_weights
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows `[R, H]`, rows of each local expert with its padding (int64 `[L]`), probs `[R]` of the router's dtype."""
+        """Rows `[R, H]`, how many each expert has with its padding (int64 `[L]`), probs `[R]` of the router's dtype."""
         return hidden_states, self._tokens_per_expert, probs.to(self._probs_dtype)
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ def topk_from_map(routing_map: Tensor, probs: Tensor, num_topk: int) -> Routing:
     too_many = (num_routed > num_topk).nonzero()
     if len(too_many):
         row = int(too_many[0])
-        raise ValueError(f"routing_map[{row}] names {int(num_routed[row])} experts; allowed: up to num_topk, {num_topk}")
+        raise ValueError(f"routing_map[{row}] names {num_routed[row]} experts; allowed: up to num_topk, {num_topk}")
     order = routing_map.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :num_topk]
     unrouted = ~routing_map.gather(1, order)
     return Routing(order.masked_fill(unrouted, -1), probs.gather(1, order).masked_fill(unrouted, 0.0).float())
@@ -185,6 +185,6 @@ def _refuse_unsupported(config: Any, tp_group: Any, alignment: int) -> None:
         raise ValueError(f"expt_tp has {tp_group.size()} ranks; tensor parallelism inside experts is not supported: 1")
     if getattr(config, "moe_router_padding_for_quantization", False) and alignment == 1:
         raise ValueError(
-            "alignment is 1, but with config.moe_router_padding_for_quantization the experts expect padded rows; pass the"
-            " multiple of their grouped product"
+            "alignment is 1, but with config.moe_router_padding_for_quantization the experts expect padded rows; pass"
+            " the multiple of their grouped product"
         )

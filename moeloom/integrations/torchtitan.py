@@ -2,9 +2,9 @@
 
     replaced = replace_dispatchers(model_config)      # before model_config.build()
 
-torchtitan builds the dispatcher from its Config, wires the expert-parallel mesh and calls `dispatch` and `combine`. Names
-carry its shape letters: `T` tokens of this rank, `D` hidden, `K` top-k, `E` experts, `e` local experts, `R` received rows.
-Not traceable: leave the layer out of a full-graph `torch.compile`.
+torchtitan builds the dispatcher from its Config, wires the expert-parallel mesh and calls `dispatch` and `combine`.
+Names carry its shape letters: `T` tokens of this rank, `D` hidden, `K` top-k, `E` experts, `e` local experts,
+`R` received rows. Not traceable: leave the layer out of a full-graph `torch.compile`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _runtimes: dict[tuple[int, int | None], Runtime] = {}
 class MoeloomTokenDispatcher:
     """Dispatch and combine of one MoE layer. All layers over the same mesh share one Runtime.
 
-    `wire_meshes` and every operation are collective over the mesh, and so are their backwards. Until a mesh is wired, or
-    with None, this rank holds all experts.
+    `wire_meshes` and every operation are collective over the mesh, and so are their backwards. Until a mesh is wired,
+    or with None, this rank holds all experts.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,8 +64,8 @@ class MoeloomTokenDispatcher:
         """Use this one-dimensional mesh, over which torchtitan shards the experts in equal parts."""
         if ep_mesh is not None and self.num_experts % ep_mesh.size():
             raise ValueError(
-                f"num_experts is {self.num_experts}; with {ep_mesh.size()} ranks in ep_mesh it must be a multiple of that,"
-                " or torchtitan's shards are not the experts that get the rows"
+                f"num_experts is {self.num_experts}; with {ep_mesh.size()} ranks in ep_mesh it must be a multiple of"
+                " that, or torchtitan's shards are not the experts that get the rows"
             )
         self.ep_mesh = ep_mesh
         self.init_buffer()

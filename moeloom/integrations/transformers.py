@@ -1,4 +1,4 @@
-"""Hugging Face transformers over moeloom: `register()`, then name "moeloom" where transformers asks for an implementation.
+"""Hugging Face transformers over moeloom: `register()`, then name "moeloom" where transformers wants an implementation.
 
     register()
     model = AutoModelForCausalLM.from_pretrained(
@@ -7,7 +7,8 @@
     replaced_modules(model)  # raises if nothing runs through moeloom
 
 Expert parallelism: transformers shards the experts and calls `MoeloomEP` with global ids, and moeloom moves rows to and
-from the experts module's own forward. One process: `experts_implementation="moeloom"`, where moeloom computes the experts.
+from the experts module's own forward. Gradients need no factor: FSDP averages over batches, as transformers sets it up.
+One process: `experts_implementation="moeloom"`, where moeloom computes the experts.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ try:
 except ImportError as error:
     raise CapabilityError(
         f"transformers {getattr(transformers, '__version__', '')} has no registry of expert-parallel implementations;"
-        " moeloom.integrations.transformers needs 5.24 or newer"
+        " moeloom.integrations.transformers needs 5.23 or newer"
     ) from error
 
 NAME = "moeloom"
@@ -90,8 +91,9 @@ def _lease(mesh: DeviceMesh) -> Lease:
     """The Lease of an expert-parallel mesh, made when the first layer of a model asks for it.
 
     transformers makes a mesh per model and hands the same object to all its layers. Two models do not share a Runtime,
-    though their group may be the same: a model is a cycle of references, which each rank collects when it likes, so whether
-    an older Runtime were still there to be shared would differ between ranks. A mesh object is new on all ranks, or on none.
+    though their group may be the same: a model is a cycle of references, which each rank collects when it likes, so
+    whether an older Runtime were still there to be shared would differ between ranks. A mesh object is new on all ranks,
+    or on none.
     """
     lease = _leases.get(id(mesh))
     if lease is None:
@@ -102,19 +104,20 @@ def _lease(mesh: DeviceMesh) -> Lease:
 class MoeloomEP(EPImplementation):
     """Tokens of an experts module to the ranks of their experts and back, through the Runtime of the model's EP group.
 
-    Rows come in order "expert", one per (token, expert), and meet the module's own forward as top-1 tokens with local ids
-    and their router weights; what it returns is summed as it is. So gates, biases, activations, norms and where the
-    weight is applied stay the module's, and the weights' gradient is the module's too. Order "rank" would need an id for
-    "not here", which not every forward accepts (gpt-oss's eager one does not); weighting in combine would move as much,
-    keep the rows for backward, and not be what a module does that is not linear in its weight.
+    Rows come in order "expert", one per (token, expert), and meet the module's own forward as top-1 tokens with local
+    ids and their router weights; what it returns is summed as it is. So gates, biases, activations, norms and where the
+    weight is applied stay the module's, and the weights' gradient is the module's too. Order "rank" moves the same rows
+    but would need an id for "not here", which not every forward accepts (gpt-oss's and NemotronH's eager ones do not).
+    Weighting in combine would keep the rows for backward, round before weighting, and suit only modules that are linear
+    in their weight.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         if not getattr(experts, "_is_expert_parallel", False):
             raise ValueError(
-                f"{type(experts).__name__} holds all of its {experts.num_experts} experts on every rank; its ep_plan needs"
-                " a 'grouped_gemm' rule for each parameter of the experts beside the 'ep_dispatch_experts' rule"
+                f"{type(experts).__name__} holds all of its {experts.num_experts} experts on every rank; its ep_plan"
+                " needs a 'grouped_gemm' rule for each parameter of the experts beside the 'ep_dispatch_experts' rule"
             )
         self.num_experts = self.num_local_experts * ep_mesh.size()
         self._lease = _lease(ep_mesh)
@@ -161,20 +164,23 @@ def _routed(ids: Tensor, num_experts: int) -> Tensor:
 
 def _part(num_tokens: int, group: ProcessGroup) -> slice:
     """This rank's part of tokens that all ranks of the group hold; the last ranks' may be short, or empty."""
-    size = -(-num_tokens // dist.get_world_size(group))
-    begin = min(size * dist.get_rank(group), num_tokens)
-    return slice(begin, min(begin + size, num_tokens))
+    return _parts(num_tokens, group)[dist.get_rank(group)]
+
+
+def _parts(num_tokens: int, group: ProcessGroup) -> list[slice]:
+    num_ranks = dist.get_world_size(group)
+    size = -(-num_tokens // num_ranks)
+    bounds = [min(size * rank, num_tokens) for rank in range(num_ranks + 1)]
+    return [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def _gather_parts(part: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
     """The `num_tokens` rows of which each rank of the group holds its `_part`."""
-    num_ranks = dist.get_world_size(group)
-    size = -(-num_tokens // num_ranks)
-    padded = pad(part, (0, 0, 0, size - len(part))).contiguous()
-    gathered = part.new_empty(num_ranks * size, part.shape[1])
-    dist.all_gather_into_tensor(gathered, padded, group=group)
-    # callers may add to the result in place, which autograd and FSDP do not follow on a view
-    return gathered if len(gathered) == num_tokens else gathered[:num_tokens].clone()
+    lengths = [own.stop - own.start for own in _parts(num_tokens, group)]
+    padded = pad(part, (0, 0, 0, lengths[0] - len(part))).contiguous()  # a collective wants them equally long
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([rows[:length] for rows, length in zip(gathered, lengths, strict=True)])
 
 
 class _OwnPart(torch.autograd.Function):
@@ -191,7 +197,7 @@ class _OwnPart(torch.autograd.Function):
 
 
 class _AllParts(torch.autograd.Function):
-    """All rows from the ranks' parts. What follows is the same on all ranks, and so are the gradients: none are summed."""
+    """All rows from the ranks' parts. What follows is the same on all ranks, and so are the gradients: no sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, num_tokens: int, group: ProcessGroup) -> Tensor:
@@ -221,7 +227,7 @@ _local: weakref.WeakKeyDictionary[nn.Module, tuple[Runtime, _Gate]] = weakref.We
 
 
 def local_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts function "moeloom" of `ExpertsInterface`: all experts of one process, computed by a Runtime of one rank.
+    """The experts function "moeloom" of `ExpertsInterface`: one process's experts, computed by a Runtime of one rank.
 
     Raises `CapabilityError` for modules that moeloom's experts stage has no formula for.
     """
@@ -259,8 +265,8 @@ def _check_local(module: nn.Module) -> None:
             " DistributedConfig(ep_implementation='moeloom') with another experts_implementation"
         )
     if not module.has_gate:
-        raise CapabilityError(f"{name} has no gate (has_gate=False); experts_implementation='moeloom' needs gated experts")
+        raise CapabilityError(f"{name} has has_gate=False; experts_implementation='moeloom' needs gated experts")
     if module.has_post_expert_norm:
         raise CapabilityError(
-            f"{name} normalises each expert's output (has_post_expert_norm=True); experts_implementation='moeloom' cannot"
+            f"{name} has has_post_expert_norm=True; experts_implementation='moeloom' has no norm behind the experts"
         )

@@ -1,4 +1,4 @@
-"""Megatron's dispatcher interface: recorded signatures, converters, and a small model in its style against a plain one."""
+"""Megatron's dispatcher interface: recorded signatures, converters, a small model in its style against a plain one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class MoELayer(nn.Module):
         flat = hidden_states.reshape(-1, HIDDEN)
         probs, routing_map = route(flat, self.gate, keep)
         steps = self.token_dispatcher
-        hidden_states, probs = checked("dispatch_preprocess", steps.dispatch_preprocess(hidden_states, routing_map, probs))
+        hidden_states, probs = checked(
+            "dispatch_preprocess", steps.dispatch_preprocess(hidden_states, routing_map, probs)
+        )
         hidden_states, probs = checked("token_dispatch", steps.token_dispatch(hidden_states, probs))
         rows, counts, probs = checked("dispatch_postprocess", steps.dispatch_postprocess(hidden_states, probs))
         assert steps.get_expert_zero_copy_buffers() == (None, None)
@@ -89,7 +91,7 @@ def plain_moe(hidden_states: Tensor, weights: dict[str, Tensor], keep: Tensor, o
 
 @dataclass(frozen=True)
 class Case:
-    """One run of the two-layer model. batch: of two sequences on each rank. dropped: share of pairs that are dropped."""
+    """One run of the two-layer model, with two sequences on each rank. dropped: share of the pairs that are."""
 
     lengths: tuple[int, ...] = (3, 0, 5, 2)
     skewed: bool = False
@@ -192,9 +194,7 @@ def test_two_layers_equal_the_plain_computation(pool: RankPool, name: str) -> No
         parts = [result[key] for result in results]
         together = sum(parts) if "gate" in key else torch.cat(parts)
         assert together.shape == tensor.shape, key
-        scale, worst = (
-            (tensor.abs().max(), (together - tensor).abs().max()) if tensor.numel() else (0.0, 0.0)
-        )
+        scale, worst = (tensor.abs().max(), (together - tensor).abs().max()) if tensor.numel() else (0.0, 0.0)
         assert worst <= 1e-5 * max(1.0, scale), f"{key}: off by {worst}"
 
 
@@ -291,7 +291,11 @@ def test_wrong_arguments_are_named() -> None:
         ({"moe_pad_expert_input_to_capacity": True}, {}, "config.moe_pad_expert_input_to_capacity is True"),
         ({"moe_router_padding_for_quantization": True}, {}, "alignment is 1"),
         ({}, {"pg_collection": None}, "pg_collection is None"),
-        ({}, {"pg_collection": SimpleNamespace(ep=None, expt_tp=SimpleNamespace(size=lambda: 2))}, "expt_tp has 2 ranks"),
+        (
+            {},
+            {"pg_collection": SimpleNamespace(ep=None, expt_tp=SimpleNamespace(size=lambda: 2))},
+            "expt_tp has 2 ranks",
+        ),
         ({}, {"num_local_experts": 3}, "num_local_experts is 3; 1 ranks must have"),
         ({}, {"local_expert_indices": [1, 0]}, r"local_expert_indices is \[1, 0\]; on rank 0 it must be 0..1"),
     ],

@@ -1,13 +1,15 @@
-"""torchtitan's dispatcher interface: recorded signatures, and a small model in its style against a plain computation."""
+"""torchtitan's dispatcher interface: recorded signatures, a small model in its style against a plain computation."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ RECORD = recorded("torchtitan")
 
 
 class GroupedExperts(nn.Module):
-    """This rank's experts on expert-major rows, as a grouped product does it: rows past the last offset are undefined."""
+    """This rank's experts, as a grouped product does them: rows past the last offset are undefined."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
@@ -299,6 +301,9 @@ def test_the_record_still_holds() -> None:
     theirs = getattr(pytest.importorskip(RECORD["module"], exc_type=ImportError), RECORD["class"])
     assert mismatches(theirs, RECORD["parameters"]) == []
     assert [field.name for field in fields(theirs.Config) if field.init] == RECORD["config_fields"]
+    for method, number in RECORD["returned"].items():
+        returned = inspect.signature(getattr(theirs, method)).return_annotation
+        assert max(1, len(get_args(returned))) == number
 
 
 def frameworks_loaded() -> list[str]:

@@ -24,7 +24,7 @@ def parameters(cls: type, method: str) -> list[str]:
 
 
 def mismatches(cls: type, wanted: dict[str, list[str]]) -> list[str]:
-    """Methods whose parameters differ from the record; [] if it holds. Further ones may follow if they have defaults."""
+    """Methods whose parameters differ from the record. Further ones may follow if they have defaults."""
     wrong = []
     for method, names in wanted.items():
         got = parameters(cls, method)
