@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moeloom.backends.base import Handle
+from moeloom.backends.base import Backend, Handle
 from moeloom.config import Recipe
 from moeloom.errors import CapacityError
 from moeloom.layout import first_bad_id
@@ -59,10 +59,16 @@ def check_rows(rows: Tensor, dtype: torch.dtype | None, name: str) -> None:
     _check_cpu(rows, name)
 
 
-def check_payload(x: Tensor, num_tokens: int) -> None:
+def check_handle(handle: Handle, backend: Backend) -> None:
+    """Raise unless the handle is of this Runtime."""
+    if handle.owner() is not backend:
+        raise ValueError(f"handle (of operation #{handle.number}) is of another Runtime; use it where it was made")
+
+
+def check_payload(x: Tensor, handle: Handle) -> None:
     """Raise unless x has a row for each token of the handle."""
-    if x.shape[0] != num_tokens:
-        raise ValueError(f"x has {x.shape[0]} rows; the handle is for {num_tokens} tokens")
+    if x.shape[0] != handle.num_tokens:
+        raise ValueError(f"x has {x.shape[0]} rows; the handle is for {handle.num_tokens} tokens")
 
 
 def check_combine(rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:

@@ -138,7 +138,8 @@ class Runtime:
         with self._refusing("dispatch"):
             checks.check_rows(x, None, "x")
             if isinstance(routing, Handle):
-                checks.check_payload(x, routing.num_tokens)
+                checks.check_handle(routing, self._open())
+                checks.check_payload(x, routing)
                 placed, rows, exchange = routing.placement, routing.rows, routing.exchange
             else:
                 if placement is None:
@@ -176,6 +177,7 @@ class Runtime:
         with _poisoned_on_failure(out):
             with self._refusing("combine"):
                 recipe = recipe or recipe_for(rows.dtype)
+                checks.check_handle(handle, self._open())
                 flat = checks.check_combine(rows, handle, recipe, weighted)
                 checks.check_out(out, flat.new_empty((handle.num_tokens, flat.shape[1]), device="meta"))
             with self._meter.stage("combine"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,10 +30,11 @@ class Handle:
     """What a dispatch leaves for combine, for another payload over the same routing, and later for backward.
 
     Opaque: only the backend reads it. It holds index maps, no rows; any number may be outstanding.
-    number: of the operation that made it, equal on all ranks.
+    owner: the backend that made it. number: of the operation that made it, equal on all ranks.
     x: kept for identity experts only, otherwise None.
     """
 
+    owner: weakref.ref[Backend]
     number: int
     num_tokens: int
     routing: Routing

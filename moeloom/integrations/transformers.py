@@ -42,6 +42,9 @@ except ImportError as error:
 
 NAME = "moeloom"
 
+ExpertsModule = Any
+"""An `nn.Module` of the form that transformers' `use_experts_implementation` describes."""
+
 _numbers = itertools.count()
 _leases: weakref.WeakValueDictionary[int, Lease] = weakref.WeakValueDictionary()  # by the identity of their mesh
 _replaced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -92,8 +95,8 @@ def _lease(mesh: DeviceMesh) -> Lease:
 
     transformers makes a mesh per model and hands the same object to all its layers. Two models do not share a Runtime,
     though their group may be the same: a model is a cycle of references, which each rank collects when it likes, so
-    whether an older Runtime were still there to be shared would differ between ranks. A mesh object is new on all ranks,
-    or on none.
+    whether an older Runtime were still there to be shared would differ between ranks. A mesh object is new on all of
+    them, or on none.
     """
     lease = _leases.get(id(mesh))
     if lease is None:
@@ -112,14 +115,14 @@ class MoeloomEP(EPImplementation):
     in their weight.
     """
 
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, experts: ExpertsModule, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         if not getattr(experts, "_is_expert_parallel", False):
             raise ValueError(
                 f"{type(experts).__name__} holds all of its {experts.num_experts} experts on every rank; its ep_plan"
                 " needs a 'grouped_gemm' rule for each parameter of the experts beside the 'ep_dispatch_experts' rule"
             )
-        self.num_experts = self.num_local_experts * ep_mesh.size()
+        self.num_experts: int = self.num_local_experts * ep_mesh.size()
         self._lease = _lease(ep_mesh)
         _replaced.add(experts)
 
@@ -212,8 +215,8 @@ class _AllParts(torch.autograd.Function):
 class _Gate:
     """An experts module's `_apply_gate` as an activation of gate and up. The module is not kept alive by it."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = weakref.ref(module)
+    def __init__(self, module: ExpertsModule) -> None:
+        self.module: weakref.ref[ExpertsModule] = weakref.ref(module)
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
         module = self.module()
@@ -223,10 +226,10 @@ class _Gate:
         return module._apply_gate(torch.stack([gate, up], dim=-1).flatten(-2))
 
 
-_local: weakref.WeakKeyDictionary[nn.Module, tuple[Runtime, _Gate]] = weakref.WeakKeyDictionary()
+_local: weakref.WeakKeyDictionary[ExpertsModule, tuple[Runtime, _Gate]] = weakref.WeakKeyDictionary()
 
 
-def local_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def local_experts(module: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The experts function "moeloom" of `ExpertsInterface`: one process's experts, computed by a Runtime of one rank.
 
     Raises `CapabilityError` for modules that moeloom's experts stage has no formula for.
@@ -256,7 +259,7 @@ def _alone(world: ProcessGroup | None) -> ProcessGroup | None:
     return None if world is None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def _check_local(module: nn.Module) -> None:
+def _check_local(module: ExpertsModule) -> None:
     """Raise unless `local_experts` can stand for the module's forward."""
     name = type(module).__name__
     if module._is_expert_parallel:

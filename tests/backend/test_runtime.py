@@ -17,7 +17,7 @@ from moeloom.backends.cpu import backend
 from moeloom.backends.cpu.shared_memory import SharedFile
 from moeloom.backends.cpu.wire import Wire
 from tests.support.failure import Attempt, Layer, attempt, layer, layer_of, works
-from tests.support.pool import Ranks, group_of
+from tests.support.pool import Ranks, group_of, runtime_of
 
 FOUR = (0, 1, 2, 3)
 FULL_SHAPE = {"tokens": 70, "hidden": 12, "topk": 3}
@@ -427,3 +427,36 @@ def test_plan_explains_itself_alike_on_all_ranks(ranks: Ranks, nodes: int) -> No
     marked = [line for line in text.splitlines() if line.startswith("  *")]
     assert len(marked) == 1 and chosen.split(", ")[1] in marked[0]
     assert ("hybrid" in text) == (nodes == 2)  # on one node there is nothing to choose
+
+
+def use_a_foreign_handle() -> str:
+    x, routing = torch.randn(3, 8), Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    group = group_of((0,))
+    if group is None:
+        return ""
+    with Runtime(group) as first, Runtime(group) as second:
+        received, handle = first.dispatch(x, routing, 1)
+        second.dispatch(x, routing, 1)
+        with pytest.raises(ValueError, match="another Runtime") as caught:
+            second.combine(received.rows, handle, weighted=True)
+        first.combine(received.rows, handle, weighted=True)
+        return str(caught.value)
+
+
+def test_a_handle_of_another_runtime_is_refused(ranks: Ranks) -> None:
+    assert "operation #1" in ranks.run(use_a_foreign_handle)[0]
+
+
+def mix_capacities() -> str:
+    rt = runtime_of((0, 1), 1)
+    if rt is None:
+        return ""
+    x, routing = torch.randn(3, 8), Routing(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    with pytest.raises(ValueError, match="differs between ranks") as caught:
+        rt.dispatch(x, routing, 2, capacity=16 if rt.rank else None)
+    return str(caught.value)
+
+
+def test_a_capacity_on_some_ranks_only_is_an_error(ranks: Ranks) -> None:
+    texts = ranks.run(mix_capacities)[:2]
+    assert texts[0] == texts[1] and "capacity" in texts[0]

@@ -140,13 +140,18 @@ def test_experts_of_every_kind(four: FourRanks, name: str, dtype: torch.dtype) -
     for found in four.run(cases.compare_experts, name, tokens, dtype):
         for case, distances in found.items():
             for key, distance in distances.items():
-                rounded = key == "weights" and dtype == torch.bfloat16
+                # a BF16 weight's gradient is rounded, and NemotronH, alone, sums its experts in the weights' dtype
+                rounded = dtype == torch.bfloat16 and (key == "weights" or name == "NemotronH")
                 assert distance <= (0.2 if rounded else 1e-3), (case, key)
 
 
 def test_models_side_by_side(four: FourRanks, tmp_path: Path) -> None:
     build("Qwen3Moe", str(tmp_path))
     assert four.run(cases.models_side_by_side, str(tmp_path)) == [[1, 2, 1]] * NUM_RANKS
+
+
+def test_each_rank_for_itself(four: FourRanks) -> None:
+    assert max(four.run(cases.alone_in_a_world)) <= 1e-4
 
 
 def test_what_would_run_nothing_is_refused(four: FourRanks, tmp_path: Path) -> None:

@@ -295,6 +295,7 @@ def compare_experts(name: str, tokens: dict[str, list[list[int]]], dtype: torch.
 
 def models_side_by_side(path: str) -> list[int]:
     """On a rank: how many Runtimes live with one model, with a second one beside it, after the first has gone."""
+    gc.collect()  # models of earlier calls
     first = load_parallel(path, "tp4 ep4")
     counts = [len(adapter.runtimes())]
     second = load_parallel(path, "fsdp4 ep4")
@@ -307,6 +308,16 @@ def models_side_by_side(path: str) -> list[int]:
     generate(second)
     assert adapter.runtimes()[0].stats()["dispatch"].calls == 2 * 2 * 4  # runs, layers, tokens
     return counts
+
+
+def alone_in_a_world() -> float:
+    """On a rank: how far `experts_implementation="moeloom"` is from eager where each rank is for itself."""
+    adapter.register()
+    ids = [[0, 1]] * (1 + dist.get_rank())
+    wanted, found = (
+        call_experts(experts_module("GptOss", which), ids, torch.float32) for which in ("eager", "moeloom")
+    )
+    return max(float((found[key] - wanted[key]).norm()) for key in wanted)
 
 
 def refusals(path: str, dense: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,19 +30,21 @@ def dispatch(
             cpu.control.agree({**_payload(x), "handle of operation": routing.number})
             handle = routing
         else:
-            paths = _exchange_routing(cpu, x, routing, placement, exchange)
+            must_fit = rows.capacity is not None and rows.overflow == "error"
+            paths = _exchange_routing(cpu, x, routing, placement, exchange, must_fit)
             layout = receive_layout(
                 paths.slot, placement.num_local(cpu.rank), rows.order, rows.alignment, rows.capacity
             )
-            if rows.capacity is not None and rows.overflow == "error":
+            if must_fit:
                 _agree_that_rows_fit(cpu, layout, rows)
             kept_x = x if placement.num_identity else None
-            handle = Handle(cpu.control.number, len(x), routing, placement, exchange, rows, layout, kept_x, paths)
+            number, owner = cpu.control.number, weakref.ref(cpu)
+            handle = Handle(owner, number, len(x), routing, placement, exchange, rows, layout, kept_x, paths)
         return _received(_move(cpu, x, handle), handle), handle
 
 
 def _exchange_routing(
-    cpu: CpuBackend, x: Tensor, routing: Routing, placement: Placement, exchange: ExchangeName
+    cpu: CpuBackend, x: Tensor, routing: Routing, placement: Placement, exchange: ExchangeName, must_fit: bool
 ) -> Paths:
     """Bring the routing of every token to the ranks that get a row of it."""
     num_tokens, num_topk = routing.topk_idx.shape
@@ -49,6 +52,7 @@ def _exchange_routing(
     destination, _ = placement.locate(topk_idx, cpu.rank, torch.arange(num_tokens))
     tokens, sent_to = outgoing(cpu, destination, exchange)
     same = {**_payload(x), "top-k": num_topk, "placement": placement.fingerprint, "exchange": exchange}
+    same["capacity with overflow='error'"] = must_fit  # which takes a round more
     shown = cpu.control.agree(same, {"tokens": num_tokens, "sent_to": sent_to})
     tokens_of_rank = [record["tokens"] for record in shown]
     sent = [record["sent_to"] for record in shown]
