@@ -109,10 +109,11 @@ class RankPool:
             self._receive(pending, results, items, None)
             while items:
                 yield items.pop(0)
-            for outcome in results:
-                if isinstance(outcome, BaseException):
-                    self.close()
-                    raise outcome
+            try:
+                _raise_first(results)
+            except RankFailed:
+                self.close()
+                raise
 
     def close(self) -> None:
         """End all ranks."""
@@ -159,6 +160,7 @@ class RankPool:
             for rank in pending:
                 results[rank] = RankLate(f"rank(s) {names} did not finish in time")
             pending.clear()
+        connection: Any
         for connection in ready:
             rank = by_connection[connection]
             try:

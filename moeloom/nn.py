@@ -99,20 +99,25 @@ class SharedExperts(nn.Module):
 class MoE(nn.Module):
     """`x [..., H] -> [..., H]`: routed experts over the Runtime's ranks, plus shared experts. Collective, also backward.
 
-    mesh: the one-dimensional DeviceMesh of the Runtime's ranks. The experts' parameters are then DTensors, `Shard(0)` over
-        it: state dicts hold global expert ids and load at any other number of ranks. A Runtime of one rank does without.
-    Parameters: gate `[E, H]`, shared (the dense part: equal on all ranks, data-parallel); gate_up `[E, 2I, H]`, down
-        `[E, H, I]`, gate_up_bias `[E, 2I]`, down_bias `[E, H]` (`expert_parameters`), of which a rank holds E / ranks,
-        rounded up, the last ranks fewer or none, as DTensor and torch.chunk split.
+    mesh: the one-dimensional DeviceMesh of the Runtime's ranks. The experts' parameters are then DTensors, `Shard(0)`
+        over it: state dicts hold global expert ids and load at any other number of ranks. A Runtime of one rank does
+        without.
+    Parameters: gate `[E, H]` and shared (the dense part: equal on all ranks, data-parallel); gate_up `[E, 2I, H]`, down
+        `[E, H, I]`, gate_up_bias `[E, 2I]`, down_bias `[E, H]` (`expert_parameters`). Of these a rank holds E / ranks
+        experts, rounded up, the last ranks fewer or none: as DTensor and torch.chunk split.
     Buffers: router_bias `[E]` fp32, added to the scores for the choice only. load `[E]` int64, not saved: (token, slot)
-        pairs of this rank's tokens for each expert, since the last `update_bias`; `global_load` sums over ranks. aux_loss
+        pairs of this rank's tokens by expert, since the last `update_bias`; `global_load` sums over ranks. aux_loss
         `[]` fp32, not saved: of the last forward. Both change in training only, and not when a forward is recomputed.
 
     The load-balance loss is that of Switch Transformers (arXiv 2101.03961, equations 4-6) with top-k instead of top-1:
     `E * sum over experts of (its share of this rank's pairs) * (its mean probability)`, 1 for a perfect balance. Times
-    aux_loss_weight and aux_loss_scale (set it to what the loss is multiplied by: 1 / microbatches) its gradient joins that
-    of the loss by itself, so that nothing has to be collected from layers that checkpointing or a pipeline hides.
+    aux_loss_weight and aux_loss_scale (what the loss itself is multiplied by, such as 1 / microbatches) its gradient
+    joins that of the loss by itself: nothing has to be collected from layers that checkpointing or a pipeline hides.
     """
+
+    router_bias: Tensor
+    load: Tensor
+    aux_loss: Tensor
 
     def __init__(
         self,
@@ -149,8 +154,8 @@ class MoE(nn.Module):
     def reset_parameters(self) -> None:
         """Draw gate and experts as `nn.Linear` does, and clear the buffers. (`shared` is a module with its own.)
 
-        An expert's numbers follow from the default generator and its global id: they do not depend on the number of ranks,
-        if all ranks are seeded alike, which the gate needs anyway.
+        An expert's numbers follow from the default generator and its global id: they do not depend on the number of
+        ranks, if all ranks are seeded alike, which the gate needs anyway.
         """
         for buffer in (self.router_bias, self.load, self.aux_loss):
             buffer.zero_()
@@ -212,11 +217,11 @@ class MoE(nn.Module):
     def update_bias(self, group: ProcessGroup | None = None) -> None:
         """Steer the choice towards experts with less than the mean load, then count anew. Call it once after each step.
 
-        `router_bias += bias_update_speed * sign(mean(load) - load)`, over the load of all ranks of the group, which must be
-        all that share this router (None: the default group). arXiv 2408.15664; DeepSeek-V3 (arXiv 2412.19437, 2.1.2).
+        `router_bias += bias_update_speed * sign(mean(load) - load)`, over the load of all ranks of the group, which must
+        be all that share this router (None: the default group). arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, 2.1.2.
         """
         load = self.global_load(group).float()
-        self.router_bias += self.config.bias_update_speed * torch.sign(load.mean() - load)
+        self.router_bias.add_(torch.sign(load.mean() - load), alpha=self.config.bias_update_speed)
         self.load.zero_()
 
     def extra_repr(self) -> str:
@@ -238,7 +243,7 @@ class MoE(nn.Module):
             aux_loss = balance_loss(scores, load)
             weights = _WithLoss.apply(weights, aux_loss * (self.config.aux_loss_weight * self.aux_loss_scale))
         if torch.compiler.is_compiling() or not _in_backward():
-            self.load += load
+            self.load.add_(load)
             if aux_loss is not None:
                 self.aux_loss.copy_(aux_loss.detach())
         return Routing(topk_idx, weights)
@@ -253,7 +258,7 @@ class MoE(nn.Module):
 
 
 def balance_loss(scores: Tensor, load: Tensor) -> Tensor:
-    """`E * sum_e (load_e / sum(load)) * mean_t p[t, e]`, p the scores `[T, E]` divided by their row's sum. load: `[E]`."""
+    """`E * sum_e load_e / sum(load) * mean_t p[t, e]`, p the scores `[T, E]` divided by their row's sum. load: `[E]`."""
     num_tokens, num_experts = scores.shape
     probability = (scores / scores.sum(1, keepdim=True)).sum(0) / max(num_tokens, 1)
     return num_experts * (load / load.sum().clamp(min=1) * probability).sum()
@@ -371,4 +376,6 @@ def _check_mesh(mesh: DeviceMesh | None, runtime: Runtime) -> None:
             )
         return
     if mesh.ndim != 1 or mesh.size() != num_ranks or mesh.get_local_rank() != runtime.rank:
-        raise ValueError(f"mesh is {mesh}; it must be one-dimensional, of the Runtime's {num_ranks} ranks in their order")
+        raise ValueError(
+            f"mesh is {mesh}; it must be one-dimensional, of the Runtime's {num_ranks} ranks in their order"
+        )

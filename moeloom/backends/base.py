@@ -34,7 +34,7 @@ class Handle:
     x: kept for identity experts only, otherwise None.
     """
 
-    owner: weakref.ref[Backend]
+    owner: weakref.ref[Any]
     number: int
     num_tokens: int
     routing: Routing

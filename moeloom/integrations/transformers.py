@@ -122,7 +122,7 @@ class MoeloomEP(EPImplementation):
                 f"{type(experts).__name__} holds all of its {experts.num_experts} experts on every rank; its ep_plan"
                 " needs a 'grouped_gemm' rule for each parameter of the experts beside the 'ep_dispatch_experts' rule"
             )
-        self.num_experts: int = self.num_local_experts * ep_mesh.size()
+        self.num_experts = int(experts.num_experts) * ep_mesh.size()
         self._lease = _lease(ep_mesh)
         _replaced.add(experts)
 

@@ -288,7 +288,12 @@ class Parts:
         self.x = draw(1, TOKENS, HIDDEN)[tokens].to(dtype).requires_grad_()
         self.cotangent = draw(2, TOKENS, HIDDEN)[tokens]
         self.gate = draw(3, EXPERTS, HIDDEN).requires_grad_()
-        tensors = (draw(4, EXPERTS, 6, HIDDEN), draw(5, EXPERTS, HIDDEN, 3), draw(6, EXPERTS, 6), draw(7, EXPERTS, HIDDEN))
+        tensors = (
+            draw(4, EXPERTS, 6, HIDDEN),
+            draw(5, EXPERTS, HIDDEN, 3),
+            draw(6, EXPERTS, 6),
+            draw(7, EXPERTS, HIDDEN),
+        )
         self.tensors = {n: t[list(held)].to(dtype).requires_grad_() for n, t in zip(TENSORS, tensors, strict=True)}
 
     def leaves(self) -> dict[str, Tensor]:

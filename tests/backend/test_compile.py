@@ -112,7 +112,8 @@ def test_token_counts_make_two_graphs_at_most(rt: Runtime) -> None:
 def test_changed_weights_are_seen(rt: Runtime) -> None:
     moe, x = make(rt), tokens(13)
     run = compiled(moe)
-    run(x)
+    with torch.no_grad():
+        run(x)
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for parameter in (*moe.parameters(), moe.router_bias):
             parameter += 0.1 * torch.randn_like(parameter)
@@ -139,16 +140,15 @@ def on_ranks(num_ranks: int, nodes: int) -> list[list[bool]] | None:
         moe = make(runtime, DeviceMesh.from_group(group, "cpu"))
         run = compiled(moe)
         right = []
-        for counts in ([13] * num_ranks, [7, 64, 2, 5], [3, 0, 0, 9]):
+        for counts in ([13] * num_ranks, [7, 0, 64, 0]):
             x = tokens(counts[runtime.rank], seed=runtime.rank)
             right.append(same(step(moe, run, x), step(moe, moe, x)))
         return right
 
 
-@pytest.mark.parametrize(("num_ranks", "nodes"), [(2, 1), (4, 2)])
-def test_on_ranks(ranks: Ranks, num_ranks: int, nodes: int) -> None:
-    """As many ops as ranks, and the experts' parameters are DTensors."""
-    for right in ranks.run(on_ranks, num_ranks, nodes)[:num_ranks]:
+def test_on_four_ranks(ranks: Ranks) -> None:
+    """The experts' parameters are DTensors here; every rank compiles for itself, and not all for the same sizes."""
+    for right in ranks.run(on_ranks, 4, 2)[:4]:
         assert right and all(map(all, right)), right
 
 

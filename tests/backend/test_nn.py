@@ -238,16 +238,16 @@ def test_state_dict_round_trip(rt: Runtime) -> None:
     assert not torch.equal(moe(x), other(x))
     assert other.load_state_dict(moe.state_dict()).missing_keys == []
     assert torch.equal(moe(x), other(x))
-    assert set(moe.state_dict()) == {
-        "gate", "gate_up", "down", "gate_up_bias", "down_bias", "router_bias", "shared.gate_up", "shared.down", "shared.gate",
-    }  # fmt: skip
+    experts, shared = ["gate_up", "down", "gate_up_bias", "down_bias"], ["shared.gate_up", "shared.down", "shared.gate"]
+    assert set(moe.state_dict()) == {"gate", "router_bias", *experts, *shared}
     assert moe.state_dict()["gate_up"].data_ptr() == moe.gate_up.data_ptr()  # V6: not a copy
 
 
 def test_parameters_by_kind(rt: Runtime) -> None:
     moe = make(rt, biases=True, num_shared_experts=1)
     model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), moe, nn.ModuleDict({"inner": make(rt)}))
-    assert [id(p) for p in moe.expert_parameters()] == [id(p) for p in (moe.gate_up, moe.down, moe.gate_up_bias, moe.down_bias)]
+    wanted = (moe.gate_up, moe.down, moe.gate_up_bias, moe.down_bias)
+    assert [id(parameter) for parameter in moe.expert_parameters()] == [id(parameter) for parameter in wanted]
     assert len(expert_parameters(model)) == 6
     exclude_from_ddp(model)
     ignored = set(model._ddp_params_and_buffers_to_ignore)

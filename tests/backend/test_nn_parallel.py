@@ -149,7 +149,7 @@ def trained_alone() -> dict[str, Any]:
 
 
 def train_together(kind: str, num_ranks: int, checkpointed: bool) -> dict[str, Any] | None:
-    """Data-parallel ranks, each its part. HSDP: two Runtimes of two ranks side by side, with replicas of all experts."""
+    """Data-parallel ranks, each its part. HSDP: two Runtimes of two ranks side by side, both with all experts."""
     if kind == "hsdp":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "experts"))
         ep, replicas = mesh["experts"], mesh["replicas"].get_group()
@@ -254,7 +254,7 @@ def answers(model: Model, optimizer: torch.optim.Optimizer, x: Tensor, num_ranks
 def test_checkpoints_load_at_any_number_of_ranks(
     four: RankPool, tmp_path: Path, saved_at: int, num_experts: int
 ) -> None:
-    """V5: 10 experts as 3, 3, 3, 1, as 4, 4, 2, as 5, 5 and whole (5 experts: one rank has none); optimizer included."""
+    """V5: 10 experts as 3, 3, 3, 1, as 4, 4, 2 and whole (5 experts: one rank has none); optimizer included."""
     folder = str(tmp_path / "saved")
     wanted = next(filter(None, four.run(save, saved_at, num_experts, folder)))
     for num_ranks in (1, 3, 4):
