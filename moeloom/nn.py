@@ -97,7 +97,7 @@ class SharedExperts(nn.Module):
 
 
 class MoE(nn.Module):
-    """`x [..., H] -> [..., H]`: routed experts over the Runtime's ranks, plus shared experts. Collective, also backward.
+    """`x [..., H] -> [..., H]`: routed experts over the Runtime's ranks, plus shared ones. Collective, also backward.
 
     mesh: the one-dimensional DeviceMesh of the Runtime's ranks. The experts' parameters are then DTensors, `Shard(0)`
         over it: state dicts hold global expert ids and load at any other number of ranks. A Runtime of one rank does
@@ -217,8 +217,8 @@ class MoE(nn.Module):
     def update_bias(self, group: ProcessGroup | None = None) -> None:
         """Steer the choice towards experts with less than the mean load, then count anew. Call it once after each step.
 
-        `router_bias += bias_update_speed * sign(mean(load) - load)`, over the load of all ranks of the group, which must
-        be all that share this router (None: the default group). arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437, 2.1.2.
+        `router_bias += bias_update_speed * sign(mean(load) - load)` (arXiv 2408.15664; DeepSeek-V3, arXiv 2412.19437,
+        2.1.2), over the load of all ranks of the group: those that share this router. None: the default group.
         """
         load = self.global_load(group).float()
         self.router_bias.add_(torch.sign(load.mean() - load), alpha=self.config.bias_update_speed)
@@ -258,7 +258,7 @@ class MoE(nn.Module):
 
 
 def balance_loss(scores: Tensor, load: Tensor) -> Tensor:
-    """`E * sum_e load_e / sum(load) * mean_t p[t, e]`, p the scores `[T, E]` divided by their row's sum. load: `[E]`."""
+    """`E * sum_e load_e / sum(load) * mean_t p[t, e]`, p the scores `[T, E]` over their row's sum. load: `[E]`."""
     num_tokens, num_experts = scores.shape
     probability = (scores / scores.sum(1, keepdim=True)).sum(0) / max(num_tokens, 1)
     return num_experts * (load / load.sum().clamp(min=1) * probability).sum()
@@ -270,7 +270,7 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def exclude_from_ddp(model: nn.Module) -> None:
-    """Call before `DistributedDataParallel(model)`: it must neither average experts nor copy rank 0's load to others."""
+    """Call before `DistributedDataParallel(model)`: it must neither average experts nor copy rank 0's load to all."""
     names = [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
@@ -371,8 +371,8 @@ def _check_mesh(mesh: DeviceMesh | None, runtime: Runtime) -> None:
     if mesh is None:
         if num_ranks > 1:
             raise ValueError(
-                f"mesh is None; with a Runtime of {num_ranks} ranks pass their one-dimensional DeviceMesh, so that state"
-                " dicts hold global expert ids"
+                f"mesh is None; with a Runtime of {num_ranks} ranks pass their one-dimensional DeviceMesh, so that"
+                " state dicts hold global expert ids"
             )
         return
     if mesh.ndim != 1 or mesh.size() != num_ranks or mesh.get_local_rank() != runtime.rank:

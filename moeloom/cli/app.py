@@ -72,6 +72,11 @@ def run(
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare the result with plain PyTorch.")] = True,
     seed: Annotated[int, typer.Option(help="For weights, tokens and routing.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank that does not come.")] = 60.0,
+    checkpoint: Annotated[
+        str, typer.Option(metavar="DIR", help="Take the experts of a Hugging Face folder instead of a preset's shape.")
+    ] = "",
+    layer: Annotated[int, typer.Option(min=0, help="Which layer of the checkpoint.")] = 0,
+    backward: Annotated[bool, typer.Option("--backward", help="Run the backward too, and check x's gradient.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Run one mixture-of-experts layer on several ranks, check the result and report time and traffic.
@@ -84,7 +89,7 @@ def run(
             model=model, scale=scale, tokens=parse_tokens(tokens, num_ranks),
             nodes=nodes if nodes or dist.is_initialized() else DEFAULT_NODES,
             exchange=exchange, recipe_name=recipe, reduction=reduction, routing=routing, steps=steps, check=check,
-            seed=seed, timeout=timeout,
+            seed=seed, timeout=timeout, checkpoint=checkpoint, layer=layer, backward=backward,
         )  # fmt: skip
     except ValueError as error:
         _report_error(error, debug)

@@ -54,20 +54,47 @@ class Verdict:
 
 
 def judge(
-    shape: ModelShape, recipe: Recipe, expert: Callable[[int], Experts], x: Tensor, routing: Routing, y: Tensor
-) -> Verdict:
-    """Check `y [T, H]`, the layer's output for this rank's x and routing. expert(e) makes expert e again (L = 1).
+    shape: ModelShape,
+    recipe: Recipe,
+    expert: Callable[[int], Experts],
+    x: Tensor,
+    routing: Routing,
+    results: dict[str, Tensor],
+    d_y: Tensor | None,
+) -> dict[str, Verdict]:
+    """Check this rank's `results`, all `[T, H]`: the layer's output and, given d_y, the gradient of x (in this order).
 
-    Passed if the error is at most twice that of the same formula in PyTorch, in the recipe's dtype.
+    expert(e) gives expert e again (L = 1). Passed if the error is at most twice that of the same formula in PyTorch, in
+    the recipe's dtype.
     """
     precise = torch.float64 if recipe.dtype == torch.float32 else torch.float32
-    truth = _layer(shape, x.to(precise), routing, lambda e: _exact(expert(e), precise), None)
-    peer = _layer(shape, x.float(), routing, lambda e: _rounded(expert(e), recipe.dtype), recipe.dtype)
+    routing = Routing(routing.topk_idx, routing.topk_weights.detach())
+    truth = _both(lambda x: _layer(shape, x, routing, lambda e: _exact(expert(e), precise), None), x.to(precise), d_y)
+    rounded = recipe.dtype
+    peer = _both(lambda x: _layer(shape, x, routing, lambda e: _rounded(expert(e), rounded), rounded), x.float(), d_y)
+    return {
+        name: _verdict(result, true, other, routing)
+        for (name, result), true, other in zip(results.items(), truth, peer, strict=True)
+    }
+
+
+def _both(layer: Callable[[Tensor], Tensor], x: Tensor, d_y: Tensor | None) -> list[Tensor]:
+    """What the layer makes of x and, given d_y, the gradient of x."""
+    if d_y is None:
+        return [layer(x)]
+    x.requires_grad_()
+    y = layer(x)
+    if not y.requires_grad:  # nothing is routed
+        return [y, torch.zeros_like(x)]
+    return [y.detach(), *torch.autograd.grad(y, x, d_y.to(y.dtype))]
+
+
+def _verdict(result: Tensor, truth: Tensor, peer: Tensor, routing: Routing) -> Verdict:
     truth = truth.double()
-    difference, peer_difference = y.double() - truth, peer.double() - truth
+    difference, peer_difference = result.double() - truth, peer.double() - truth
     unit = float(_rms(truth)) or 1.0  # all zeros if nothing is routed
     error, peer_error = float(_rms(difference)) / unit, float(_rms(peer_difference)) / unit
-    largest = float(difference.abs().max()) if len(y) else 0.0
+    largest = float(difference.abs().max()) if len(result) else 0.0
     # written so that NaN fails
     wrong = None if error <= ALLOWED_RATIO * peer_error else _first_wrong(difference, peer_difference, truth, routing)
     return Verdict(error, peer_error, largest, wrong)

@@ -18,7 +18,7 @@ from moeloom.cli.check import Verdict
 from moeloom.cli.run import SYNTHETIC_ROUTING, RankReport, Report, Settings, Step
 from moeloom.meter import StageStats
 
-STAGES = ("dispatch", "experts", "combine")
+STAGES = ("dispatch", "experts", "combine", "backward")
 MAX_BARS = 16
 BUSIEST = 8
 BAR_WIDTH = 40
@@ -55,19 +55,20 @@ def print_report(console: Console, settings: Settings, report: Report) -> None:
     _print_plan(console, report)
     console.print()
     _print_load(console, settings, report)
-    if settings.check:
+    for what in report.ranks[0].verdicts:
         console.print()
-        _print_verdict(console, settings, report)
+        _print_verdict(console, settings, what, {one.rank: one.verdicts[what] for one in report.ranks})
 
 
 def passed(report: Report) -> bool:
     """Whether no rank's check failed."""
-    return all(one.verdict is None or one.verdict.passed for one in report.ranks)
+    return all(verdict.passed for one in report.ranks for verdict in one.verdicts.values())
 
 
 def _print_title(console: Console, settings: Settings, report: Report) -> None:
     shape, tokens = settings.shape, settings.tokens
-    name = shape.name if settings.scale == 1 else f"{settings.model} at 1/{settings.scale} width"
+    is_whole = settings.scale == 1 or settings.checkpoint
+    name = shape.name if is_whole else f"{settings.model} at 1/{settings.scale} width"
     each = f"{_count(tokens[0], 'token')} each" if len(set(tokens)) == 1 else f"{', '.join(map(str, tokens))} tokens"
     routing = f"{settings.routing} routing"
     if settings.routing not in SYNTHETIC_ROUTING:
@@ -93,8 +94,9 @@ def _stage_table(ranks: tuple[RankReport, ...], plain: bool) -> Table:
     for title in ("time", "share", "within nodes", "between nodes", "rows"):
         table.add_column(title, justify="right")
     steps = list(zip(*(one.stages for one in ranks), strict=True))  # [step][rank] -> stages
-    whole = mean(_seconds(stages, STAGES) for step in steps for stages in step)
-    for title, names in (*((name, (name,)) for name in STAGES), ("total", STAGES)):
+    run = tuple(name for name in STAGES if name in steps[0][0])
+    whole = mean(_seconds(stages, run) for step in steps for stages in step)
+    for title, names in (*((name, (name,)) for name in run), ("total", run)):
         slowest = median(max(_seconds(stages, names) for stages in step) for step in steps)
         share = mean(_seconds(stages, names) for step in steps for stages in step) / whole
         used = [stages[name] for step in steps for stages in step for name in names]
@@ -161,17 +163,18 @@ def _print_load(console: Console, settings: Settings, report: Report) -> None:
         console.print(f"identity experts: {identity} rows, which stay where they are")
 
 
-def _print_verdict(console: Console, settings: Settings, report: Report) -> None:
-    verdicts = {one.rank: one.verdict for one in report.ranks if one.verdict is not None}
+def _print_verdict(console: Console, settings: Settings, what: str, verdicts: dict[int, Verdict]) -> None:
+    """One result's check on all ranks."""
     wrong = [rank for rank, verdict in verdicts.items() if not verdict.passed]
-    dtype = settings.recipe_name
+    dtype, of = settings.recipe_name, f" ({what})" if what != "result" else ""
     if not wrong:
         # the rank closest to its limit speaks for all
+        breaks = "\n " if of else " \n"  # where it fits 80 columns
         worst = max(verdicts.values(), key=lambda one: one.error / one.allowed if one.allowed else 0.0)
         console.print(
             Text("check passed", "bold green").append(
-                f": error {worst.error:.1e}, allowed {worst.allowed:.1e} (twice that of PyTorch in {dtype}),\n"
-                f"{_count(len(verdicts), 'rank')}, {_count(sum(settings.tokens), 'token')};"
+                f"{of}: error {worst.error:.1e}, allowed {worst.allowed:.1e}{breaks[0]}(twice that of PyTorch in {dtype}),"
+                f"{breaks[1]}{_count(len(verdicts), 'rank')}, {_count(sum(settings.tokens), 'token')};"
                 f" largest difference {max(one.max_difference for one in verdicts.values()):.1e}",
                 "not bold default",
             )
@@ -179,7 +182,7 @@ def _print_verdict(console: Console, settings: Settings, report: Report) -> None
         return
     first = verdicts[wrong[0]]
     names = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
-    console.print(Text("check FAILED", "bold red").append(f" on {names} of {len(verdicts)}", "not bold default"))
+    console.print(Text("check FAILED", "bold red").append(f"{of} on {names} of {len(verdicts)}", "not bold default"))
     _say(
         console,
         f"rank {wrong[0]}: error {first.error:.1e}, allowed {first.allowed:.1e} (twice that of PyTorch in {dtype});"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import zlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeloom.cli.check import Verdict, judge
+from moeloom.cli.weights import local_experts, one_expert, random_for, read_shape
 from moeloom.config import RECIPES, Recipe
-from moeloom.experts import Experts
 from moeloom.meter import StageStats
 from moeloom.models import MODELS, ModelShape
 from moeloom.placement import Placement
@@ -36,6 +36,8 @@ class Settings:
 
     tokens: for each rank. nodes: how many the ranks are declared to be on; None takes what a launcher made.
     routing: "uniform", "skewed", or the path of a safetensors file.
+    checkpoint, layer: read the experts of that layer from a Hugging Face folder, whose shape then replaces the model's.
+    backward: run the backward too, and check the gradient of x.
     corrupt: spoil one value before the check, to see it fail; no option sets it.
     """
 
@@ -51,6 +53,9 @@ class Settings:
     check: bool = True
     seed: int = 0
     timeout: float = 60.0
+    checkpoint: str = ""
+    layer: int = 0
+    backward: bool = False
     corrupt: bool = False
 
     def __post_init__(self) -> None:
@@ -60,7 +65,9 @@ class Settings:
             raise ValueError(f"--tokens is {','.join(map(str, self.tokens))}; every number must be at least 0")
         if not self.timeout > 0:
             raise ValueError(f"--timeout is {self.timeout:g}; it must be positive seconds")
-        if self.model not in MODELS:
+        if self.checkpoint:
+            read_shape(self.checkpoint)  # raises
+        elif self.model not in MODELS:
             close = difflib.get_close_matches(self.model.lower(), MODELS)
             names = f"close: {', '.join(close)}" if close else f"known: {', '.join(sorted(MODELS))}"
             raise ValueError(f"--model is {self.model!r}, which is no known model; {names}")
@@ -80,6 +87,8 @@ class Settings:
     @cached_property
     def shape(self) -> ModelShape:
         """The preset, narrowed."""
+        if self.checkpoint:
+            return read_shape(self.checkpoint)[0]
         shape = MODELS[self.model]
         return shape if self.scale == 1 else shape.scaled(self.scale)
 
@@ -114,12 +123,13 @@ class RankReport:
     """What one rank measured.
 
     stages: for each timed step what each stage took. load: its tokens' rows per id, those of identity experts last.
+    verdicts: of each result that was checked, by its name.
     """
 
     rank: int
     stages: tuple[dict[str, StageStats], ...]
     load: tuple[int, ...]
-    verdict: Verdict | None
+    verdicts: dict[str, Verdict]
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,25 +148,37 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
         if settings.nodes not in (None, topology.num_nodes):
             raise ValueError(f"--nodes is {settings.nodes}; the ranks are on {topology.num_nodes} (see MOELOOM_NODE)")
         yield Step("making weights", 0, 1)
-        experts = make_experts(settings, rank)
+        experts = local_experts(settings, rank)
         x, routing = make_tokens(settings, rank), make_routing(settings, rank)
         plan = choose_plan(settings, runtime)
+        d_y = None
+        if settings.backward:
+            d_y = torch.randn(x.shape, generator=random_for(settings.seed, "gradient", rank)).to(x.dtype)
+            for tensor in (x, *experts.tensors().values()):
+                tensor.requires_grad_()
         stages = []
         y = x
         for step in range(settings.steps + 1):  # the first warms up and is not counted
             yield Step("step", step, settings.steps + 1)
             before = runtime.stats()
             y = runtime.moe(x, routing, experts, recipe=settings.recipe, plan=plan)
+            if settings.backward:
+                x.grad = None
+                y.backward(d_y)
             stages.append({name: now - before.get(name, StageStats()) for name, now in runtime.stats().items()})
-        verdict = None
+        verdicts: dict[str, Verdict] = {}
         if settings.check:
             yield Step("checking", 0, 1)
+            results = {"result": y.detach()}
+            if x.grad is not None:
+                results["gradient of x"] = x.grad
             if settings.corrupt and rank == min(1, settings.num_ranks - 1):
-                _spoil(y)
-            verdict = judge(settings.shape, settings.recipe, lambda e: make_expert(settings, e), x, routing, y)
+                _spoil(results["result"])
+            expert = functools.partial(one_expert, settings)
+            verdicts = judge(settings.shape, settings.recipe, expert, x.detach(), routing, results, d_y)
         load = torch.bincount(routing.topk_idx[routing.topk_idx >= 0].long(), minlength=settings.placement.num_ids)
         yield Step("gathering", 0, 1)
-        reports = _gather(RankReport(rank, tuple(stages[1:]), tuple(load.tolist()), verdict), runtime, settings)
+        reports = _gather(RankReport(rank, tuple(stages[1:]), tuple(load.tolist()), verdicts), runtime, settings)
     if rank == 0:
         yield Report(topology, plan, reports)
 
@@ -183,57 +205,9 @@ def choose_plan(settings: Settings, runtime: Runtime) -> Plan:
     return replace(plan, exchange=exchange, reason=f"--exchange {exchange}")
 
 
-def make_expert(settings: Settings, expert: int) -> Experts:
-    """One expert (L = 1), a function of seed and id alone: any rank can make any of them.
-
-    Sizes are such that gate and up reach the clamp, where there is one, now and then.
-    """
-    shape, dtype = settings.shape, settings.recipe.dtype
-    hidden, intermediate = shape.expert_hidden, shape.intermediate
-    random = _generator(settings.seed, "expert", expert)
-    gain = 1.0 if shape.activation.clamp is None else shape.activation.clamp / 2
-    gate_up = torch.randn(1, 2 * intermediate, hidden, generator=random).mul_(gain * hidden**-0.5)
-    down = torch.randn(1, hidden, intermediate, generator=random).mul_(intermediate**-0.5)
-    gate_up_bias = down_bias = None
-    if shape.has_biases:
-        gate_up_bias = torch.randn(1, 2 * intermediate, generator=random).to(dtype)
-        down_bias = torch.randn(1, hidden, generator=random).to(dtype)
-    return Experts(
-        gate_up.to(dtype),
-        down.to(dtype),
-        activation=shape.activation,
-        gate_up_order="interleaved" if shape.gate_up_interleaved else "gate_first",
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        weight_on_input=shape.weight_on_input,
-    )
-
-
-def make_experts(settings: Settings, rank: int) -> Experts:
-    """All experts of one rank."""
-    shape, dtype, placement = settings.shape, settings.recipe.dtype, settings.placement
-    local, hidden, intermediate = placement.slots[rank], shape.expert_hidden, shape.intermediate
-    stacked = Experts(
-        torch.empty(len(local), 2 * intermediate, hidden, dtype=dtype),
-        torch.empty(len(local), hidden, intermediate, dtype=dtype),
-        activation=shape.activation,
-        gate_up_order="interleaved" if shape.gate_up_interleaved else "gate_first",
-        gate_up_bias=torch.empty(len(local), 2 * intermediate, dtype=dtype) if shape.has_biases else None,
-        down_bias=torch.empty(len(local), hidden, dtype=dtype) if shape.has_biases else None,
-        placement=placement,
-        weight_on_input=shape.weight_on_input,
-    )
-    for slot, expert in enumerate(local):
-        one = make_expert(settings, expert)
-        for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
-            if getattr(stacked, name) is not None:
-                getattr(stacked, name)[slot] = getattr(one, name)[0]
-    return stacked
-
-
 def make_tokens(settings: Settings, rank: int) -> Tensor:
     """`x [T, H]` of one rank."""
-    random = _generator(settings.seed, "tokens", rank)
+    random = random_for(settings.seed, "tokens", rank)
     return torch.randn(settings.tokens[rank], settings.shape.expert_hidden, generator=random).to(settings.recipe.dtype)
 
 
@@ -246,9 +220,9 @@ def make_routing(settings: Settings, rank: int) -> Routing:
     if settings.routing not in SYNTHETIC_ROUTING:
         rows = (torch.arange(num_tokens) + sum(settings.tokens[:rank])) % settings.recorded.num_tokens
         return Routing(settings.recorded.topk_idx[rows], settings.recorded.topk_weights[rows])
-    random = _generator(settings.seed, "logits", rank)
+    random = random_for(settings.seed, "logits", rank)
     logits = torch.empty(num_tokens, shape.num_choices).exponential_(generator=random).log_().neg_()  # Gumbel noise
-    shared = _generator(settings.seed, "router", 0)
+    shared = random_for(settings.seed, "router", 0)
     if settings.routing == "skewed":
         logits -= (1.0 + torch.randperm(shape.num_choices, generator=shared)).log()
     # the shapes do not say who has a bias; the models that score by sigmoid and normalise all do
@@ -284,11 +258,6 @@ def load_routing(path: str, num_ids: int) -> Routing:
             f"--routing {path}: topk_idx is in {int(ids.min())}..{int(ids.max())}; the model allows -1..{num_ids - 1}"
         )
     return Routing(ids, weights)
-
-
-def _generator(seed: int, what: str, number: int) -> torch.Generator:
-    """Random numbers that depend on these three only; a plain sum of them would repeat across seeds."""
-    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {what} {number}".encode()))
 
 
 def _spoil(y: Tensor) -> None:

@@ -290,7 +290,7 @@ def test_meta_then_empty_then_reset(rt: Runtime) -> None:
 def test_recipe_and_activation_are_passed_on(rt: Runtime) -> None:
     x = tokens(9)
     clamped = make(rt, activation=SwiGLU(clamp=0.01, alpha=1.702, up_offset=1.0))
-    assert_close_by_rule(clamped(x), plain(clamped, x, torch.float64), plain(clamped, x, torch.float32))
+    assert relative_error(clamped(x).detach(), plain(clamped, x, torch.float64).detach()) < 1e-6
     assert not torch.equal(clamped(x), make(rt)(x))
     with pytest.raises(ValueError, match="the recipe needs torch.bfloat16"):
         make(rt, recipe=BF16)(x)

@@ -29,7 +29,7 @@ class FourRanks:
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         if self._pool is None or not self._pool.processes:
             self._pool = RankPool(NUM_RANKS)
-        return self._pool.run(fn, *args, timeout=100.0)
+        return self._pool.run(fn, *args, timeout=250.0)  # the first call imports transformers on every rank
 
     def close(self) -> None:
         if self._pool is not None:
