@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -39,8 +40,8 @@ BACKENDS = ("auto", "cpu")
 class Runtime:
     """Expert-parallel data flow over a group of ranks. One serves all layers of a model.
 
-    group: a ProcessGroup of any backend, a one-dimensional DeviceMesh, or None for the default group (without
-        `init_process_group`: this process alone). The Runtime makes a private group of its own beside it.
+    group: a ProcessGroup of any backend, a one-dimensional DeviceMesh, "self" for this process alone, or None for the
+        default group (this process alone if there is none). The Runtime makes a private group of its own beside it.
     topology: which ranks share a node; None asks the machine (or the environment variable MOELOOM_NODE).
     max_tokens: the most tokens any rank will pass. Memory is then sized for it at the first call; None grows as needed.
     backend: "auto" or "cpu".
@@ -52,7 +53,7 @@ class Runtime:
 
     def __init__(
         self,
-        group: ProcessGroup | DeviceMesh | None = None,
+        group: ProcessGroup | DeviceMesh | Literal["self"] | None = None,
         *,
         topology: Topology | None = None,
         max_tokens: int | None = None,
@@ -301,8 +302,12 @@ def _refuse_differences(announced: list[dict]) -> None:
                 raise ValueError(f"{name} differs between ranks: rank 0 has {first}, rank {rank} has {record[name]}")
 
 
-def _meeting_place(group: ProcessGroup | DeviceMesh | None) -> tuple[int, int, Store | None]:
+def _meeting_place(group: ProcessGroup | DeviceMesh | str | None) -> tuple[int, int, Store | None]:
     """Rank, number of ranks and a store of this Runtime's own, which all ranks of the group name alike."""
+    if group == "self":
+        return 0, 1, None
+    if isinstance(group, str):
+        raise ValueError(f"group is {group!r}; allowed: a ProcessGroup, a DeviceMesh, 'self' or None")
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
+import json
 import os
 import re
 import signal
@@ -21,15 +23,22 @@ from typer.testing import CliRunner, Result
 
 import moeloom
 from moeloom.cli.app import app, execute, parse_tokens
-from moeloom.cli.check import judge
-from moeloom.cli.run import Settings, load_routing, make_expert, make_experts, make_routing, make_tokens
+from moeloom.cli.check import Verdict, judge
+from moeloom.cli.run import Settings, load_routing, make_routing, make_tokens
+from moeloom.cli.weights import local_experts, one_expert
 from moeloom.models import MODELS
 from moeloom.runtime import Runtime
+from moeloom.types import Routing
 
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "tests/assets/routing_qwen3moe_stdlib.safetensors"
 SMALL = ("--scale", "16", "--tokens", "32", "--steps", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moeloom")
+
+
+def checked(settings: Settings, x: torch.Tensor, routing: Routing, y: torch.Tensor) -> Verdict:
+    expert = functools.partial(one_expert, settings)
+    return judge(settings.shape, settings.recipe, expert, x, routing, {"result": y}, None)["result"]
 
 
 def invoke(*options: str) -> Result:
@@ -209,8 +218,8 @@ def test_check_of_a_few_tokens(recipe: str) -> None:
         settings = Settings(recipe_name=recipe, tokens=(num_tokens,), scale=16, seed=seed)
         x, routing = make_tokens(settings, 0), make_routing(settings, 0)
         with Runtime() as runtime:
-            y = runtime.moe(x, routing, make_experts(settings, 0), recipe=settings.recipe)
-        verdict = judge(settings.shape, settings.recipe, lambda e, s=settings: make_expert(s, e), x, routing, y)
+            y = runtime.moe(x, routing, local_experts(settings, 0), recipe=settings.recipe)
+        verdict = checked(settings, x, routing, y)
         assert verdict.error < 1.5 * verdict.peer_error, (num_tokens, seed)
 
 
@@ -221,11 +230,11 @@ def test_every_kind_of_preset_passes_its_check(model: str, recipe: str) -> None:
     settings = Settings(model=model, recipe_name=recipe, tokens=(24,), scale=64)
     x, routing = make_tokens(settings, 0), make_routing(settings, 0)
     with Runtime() as runtime:
-        y = runtime.moe(x, routing, make_experts(settings, 0), recipe=settings.recipe)
-    verdict = judge(settings.shape, settings.recipe, lambda e: make_expert(settings, e), x, routing, y)
+        y = runtime.moe(x, routing, local_experts(settings, 0), recipe=settings.recipe)
+    verdict = checked(settings, x, routing, y)
     assert verdict.passed and verdict.error > 0
     y[3, 2] = float("nan")
-    broken = judge(settings.shape, settings.recipe, lambda e: make_expert(settings, e), x, routing, y)
+    broken = checked(settings, x, routing, y)
     assert not broken.passed and (broken.wrong.token, broken.wrong.element) == (3, 2)
 
 
@@ -273,3 +282,42 @@ def test_torchrun_with_another_number_of_ranks() -> None:
     out, err = finish(process)
     assert process.returncode != 0 and out == ""
     assert "--ranks is 3, but torchrun started 2; leave it out" in err
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "llama-4-scout", "longcat-flash", "deepseek-v3"])
+def test_backward_is_run_and_checked(model: str, recipe: str) -> None:
+    result = invoke(
+        "--model", model, "--scale", "64", "--ranks", "2", "--tokens", "24,0", "--recipe", recipe, "--backward"
+    )
+    assert result.exit_code == 0, result.output
+    assert "| backward |" in result.output and "check passed (gradient of x)" in result.output
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as transformers writes it for gpt-oss, without transformers: E = 5, H = 32, I = 48."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = {
+        "model_type": "gpt_oss", "hidden_size": 32, "intermediate_size": 48, "num_local_experts": 5,
+        "num_experts_per_tok": 2, "num_hidden_layers": 2, "swiglu_limit": 7.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    stem = "model.layers.1.mlp.experts."
+    shapes = {"gate_up_proj": (32, 96), "down_proj": (48, 32), "gate_up_proj_bias": (96,), "down_proj_bias": (32,)}
+    save_file({stem + name: torch.randn(5, *shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_checkpoint_layer_runs(checkpoint: Path) -> None:
+    result = invoke("--checkpoint", str(checkpoint), "--layer", "1", "--ranks", "3", "--backward")
+    assert result.exit_code == 0, result.output
+    assert "gpt_oss checkpoint: hidden 32, intermediate 48, 5 experts, top-2" in result.output
+    assert result.output.count("check passed") == 2
+
+
+def test_missing_layer_and_folder_are_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    missing = invoke("--checkpoint", str(checkpoint), "--layer", "0", "--ranks", "2")
+    assert missing.exit_code == 1 and "model.layers.0" in missing.output
+    nothing = invoke("--checkpoint", str(tmp_path))
+    assert nothing.exit_code == 2 and "config.json" in nothing.output

@@ -173,7 +173,8 @@ def _print_verdict(console: Console, settings: Settings, what: str, verdicts: di
         worst = max(verdicts.values(), key=lambda one: one.error / one.allowed if one.allowed else 0.0)
         console.print(
             Text("check passed", "bold green").append(
-                f"{of}: error {worst.error:.1e}, allowed {worst.allowed:.1e}{breaks[0]}(twice that of PyTorch in {dtype}),"
+                f"{of}: error {worst.error:.1e}, allowed {worst.allowed:.1e}{breaks[0]}"
+                f"(twice that of PyTorch in {dtype}),"
                 f"{breaks[1]}{_count(len(verdicts), 'rank')}, {_count(sum(settings.tokens), 'token')};"
                 f" largest difference {max(one.max_difference for one in verdicts.values()):.1e}",
                 "not bold default",

@@ -1,1 +1,1 @@
-"""Adapters that put moeloom under other frameworks. Each needs its framework installed, and is imported by name."""
+"""Adapters that put moeloom under other frameworks, imported by name. Only `transformers` needs its framework to import."""

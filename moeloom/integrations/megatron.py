@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeloom.backends.base import Handle
-from moeloom.integrations.torchtitan import runtime_for
+from moeloom.integrations.runtimes import runtime_for
 from moeloom.layout import first_bad_id
 from moeloom.runtime import Runtime
 from moeloom.types import Routing

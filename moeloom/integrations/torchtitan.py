@@ -9,20 +9,16 @@ Names carry its shape letters: `T` tokens of this rank, `D` hidden, `K` top-k, `
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moeloom.backends.base import Handle
+from moeloom.integrations.runtimes import runtime_for
 from moeloom.runtime import Runtime
 from moeloom.types import Routing
-
-_runtimes: dict[tuple[int, int | None], Runtime] = {}
 
 
 class MoeloomTokenDispatcher:
@@ -130,34 +126,3 @@ def replace_dispatchers(model_config: Any, **options: Any) -> int:
     return replaced
 
 
-def runtime_for(group: ProcessGroup | None, max_tokens: int | None = None) -> Runtime:
-    """The Runtime over this group, made on first use; None: this process alone. Collective over the group.
-
-    It is closed with its group, not with its last user: when that goes is up to each rank's garbage collector, and then
-    some ranks would make a new one while others still had the old.
-    """
-    key = (id(group), max_tokens)
-    if key not in _runtimes:
-        _runtimes[key] = Runtime(_alone() if group is None else group, max_tokens=max_tokens)
-        if group is not None:
-            weakref.finalize(group, _close, key)
-    return _runtimes[key]
-
-
-def close_runtimes() -> None:
-    """Close what `runtime_for` has made, after a failure for instance: wired again, the dispatchers get new ones."""
-    for key in list(_runtimes):
-        _close(key)
-
-
-def _close(key: tuple[int, int | None]) -> None:
-    runtime = _runtimes.pop(key, None)
-    if runtime is not None:
-        runtime.close()
-
-
-def _alone() -> ProcessGroup | None:
-    """A group of this rank only. (None would mean all ranks, once there are others.)"""
-    if not dist.is_initialized():
-        return None
-    return dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

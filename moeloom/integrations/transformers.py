@@ -13,7 +13,6 @@ One process: `experts_implementation="moeloom"`, where moeloom computes the expe
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from typing import Any
@@ -236,7 +235,7 @@ def local_experts(module: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
     """
     if module not in _local:
         _check_local(module)
-        _local[module] = Runtime(_alone(dist.group.WORLD)), _Gate(module)
+        _local[module] = Runtime("self"), _Gate(module)
     runtime, gate = _local[module]
     gate_up, down = module.gate_up_proj, module.down_proj
     if module.is_transposed:
@@ -251,12 +250,6 @@ def local_experts(module: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
     )
     routing = Routing(_routed(top_k_index, module.num_experts), top_k_weights.float())
     return runtime.moe(hidden_states, routing, experts)
-
-
-@functools.lru_cache(maxsize=1)
-def _alone(world: ProcessGroup | None) -> ProcessGroup | None:
-    """A group of this rank only, beside the default group; None, which means the same, if there is none."""
-    return None if world is None else dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
 def _check_local(module: ExpertsModule) -> None:

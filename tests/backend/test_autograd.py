@@ -80,9 +80,6 @@ class Job:
         return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
-# ---- on the ranks
-
-
 def gradients(jobs: list[Job], steps: int = 1) -> list[Grads]:
     """This rank's gradients of each job (of its last step), as arrays. New tensors hold NaN until they are written."""
     found = []
@@ -198,6 +195,7 @@ def check(name: str, got: Tensor, wanted: Tensor, peer: Callable[[], Tensor] | N
 def compare(ranks: Ranks, jobs: list[Job], steps: int = 1) -> None:
     """Every rank's gradients of every job against plain PyTorch."""
     outcomes = ranks.run(gradients, jobs, steps)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # many small products: two threads cost more than they give
     for number, job in enumerate(jobs):
         parts = [outcomes[member][number] for member in job.case.members]
@@ -211,6 +209,7 @@ def compare(ranks: Ranks, jobs: list[Job], steps: int = 1) -> None:
                 return plain_gradients(job, dtype)[name]
 
             check(f"{name} of {job}", got, wanted, peer, dtype != torch.float32)
+    torch.set_num_threads(threads)
 
 
 def fp32_jobs(whole: bool) -> list[Job]:

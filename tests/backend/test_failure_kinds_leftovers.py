@@ -300,7 +300,7 @@ def fail_and_close() -> tuple[dict[str, int], dict[str, int], bool] | None:
     if group is None:
         return None
     before = held()
-    rt = Runtime(group, topology=Topology.split(4, 2), timeout=1.0)
+    rt = Runtime(group, topology=Topology.split(4, 2), timeout=3.0)
     works(rt)
     failed = rt.rank == 1 or attempt(works, rt).error == "PeerTimeout"
     rt.close()

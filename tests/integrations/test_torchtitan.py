@@ -20,7 +20,7 @@ from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 from moeloom import RankPool
-from moeloom.integrations import torchtitan as adapter
+from moeloom.integrations.runtimes import close_runtimes
 from moeloom.integrations.torchtitan import MoeloomTokenDispatcher, replace_dispatchers
 from tests.integrations.signatures import mismatches, num_returned, recorded
 
@@ -268,7 +268,7 @@ def unwired() -> None:
 def test_without_a_mesh(pool: RankPool) -> None:
     pool.run(unwired)
     unwired()
-    adapter.close_runtimes()
+    close_runtimes()
 
 
 def test_experts_that_do_not_divide_are_refused() -> None:
