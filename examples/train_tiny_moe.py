@@ -3,8 +3,8 @@
 python examples/train_tiny_moe.py --ranks 4 --steps 200 --plot loss.png
 
 Bytes are the tokens. Every rank holds all of the dense parts and its share of the experts, and takes its share of
-each batch. The loss is the mean over the whole batch, so each rank's part is divided by the global number of tokens: moeloom's
-gradients are those of the sum of all ranks' losses, and the dense parts' are summed over ranks.
+each batch. The loss is the mean over the whole batch, so each rank's part is divided by the global number of tokens:
+moeloom's gradients are those of the sum of all ranks' losses, and the dense parts' are summed over ranks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """moeloom: the expert-parallel data flow of mixture-of-experts layers, behind one interface."""
 
+import importlib
+from types import ModuleType
+
 # the layer
 from moeloom.activation import SwiGLU
 from moeloom.config import BF16, FP32, RECIPES, Recipe
@@ -20,6 +23,16 @@ from moeloom.route import Router
 from moeloom.runtime import Runtime
 from moeloom.topology import Topology
 from moeloom.types import Received, Routing
+
+# what takes long to import comes when it is first named: moeloom.nn, moeloom.checkpoint
+_LATER = ("checkpoint", "nn")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _LATER:
+        return importlib.import_module(f"moeloom.{name}")
+    raise AttributeError(f"module 'moeloom' has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 

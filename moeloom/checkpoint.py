@@ -1,22 +1,19 @@
 """The experts of Hugging Face checkpoints: one rank's share of a layer, read from safetensors files and written back.
 
-    experts = load_experts(folder, "qwen3_moe", layer=0, placement=placement, rank=rank)     # every rank
-    save_experts(target, "qwen3_moe", layer=0, experts=experts, placement=placement, rank=rank)
-    stack_shards(target, "gpt_oss", layer=0)     # one rank, after all have saved; only for layouts that are `stacked`
-    write_index(target)                          # one rank, at the end, with all other weights in place
+experts = load_experts(folder, "qwen3_moe", layer=0, placement=placement, rank=rank)     # every rank
+save_experts(target, "qwen3_moe", layer=0, experts=experts, placement=placement, rank=rank)
+stack_shards(target, "gpt_oss", layer=0)     # one rank, after all have saved; only for layouts that are `stacked`
+write_index(target)                          # one rank, at the end, with all other weights in place
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +23,8 @@ from torch import Tensor
 
 from moeloom.activation import Activation, SwiGLU
 from moeloom.errors import CapabilityError, MoeloomError
-from moeloom.experts import GATE_UP_ORDERS, Experts, GateUpOrder
+from moeloom.expert_layout import ExpertLayout, find_layout, reorder_gate_up
+from moeloom.experts import Experts
 from moeloom.placement import Placement
 
 _INDEX = "model.safetensors.index.json"
@@ -36,143 +34,6 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _QUANTISED = ("_scale_inv", "_scale", "_scales", "_blocks", "_packed", "_scale_2")
 """What follows the name of a weight where quantised checkpoints keep scales or codes."""
 _SWIGLU = SwiGLU()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertLayout:
-    """How a checkpoint stores the experts of a layer. Nothing is guessed from a shape.
-
-    The names are patterns with "{layer}" and, if each expert has its own tensors, "{expert}". Without "{expert}" the
-    tensors are stacked: one more dimension, of size E, in front.
-
-    down: `[H, I]`. gate and up: `[I, H]` each; or gate_up: `[2I, H]`, the rows ordered as gate_up_order says. Give
-        either gate and up or gate_up.
-    transposed: these matrices are stored the other way round (`x @ weight` instead of `x @ weight.T`).
-    gate_up_bias `[2I]`, ordered like gate_up, and down_bias `[H]`: both or neither, and only with gate_up.
-
-    Raises ValueError for what does not fit together.
-    """
-
-    down: str
-    gate: str | None = None
-    up: str | None = None
-    gate_up: str | None = None
-    gate_up_order: GateUpOrder = "gate_first"
-    transposed: bool = False
-    gate_up_bias: str | None = None
-    down_bias: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.gate_up_order not in GATE_UP_ORDERS:
-            raise ValueError(f"gate_up_order is {self.gate_up_order!r}; allowed: {', '.join(GATE_UP_ORDERS)}")
-        separate = self.gate is not None and self.up is not None
-        if (self.gate is None) != (self.up is None) or separate == (self.gate_up is not None):
-            raise ValueError(f"gate is {self.gate!r}, up is {self.up!r}, gate_up is {self.gate_up!r}; give either gate "
-                             "and up or gate_up")
-        if separate and self.gate_up_order != "gate_first":
-            raise ValueError(f"gate_up_order is {self.gate_up_order!r}; where gate and up are tensors of their own it "
-                             "must be gate_first")
-        if (self.gate_up_bias is None) != (self.down_bias is None) or (separate and self.down_bias is not None):
-            raise ValueError(f"gate_up_bias is {self.gate_up_bias!r}, down_bias is {self.down_bias!r}; give both, "
-                             "together with gate_up, or neither")
-        for part, pattern in self.patterns().items():
-            if "{layer}" not in pattern or ("{expert}" in pattern) == self.stacked:
-                raise ValueError(f"{part} is {pattern!r}; every name needs {{layer}}, and all or none need {{expert}}")
-
-    @property
-    def stacked(self) -> bool:
-        """Whether one tensor holds all experts."""
-        return "{expert}" not in self.down
-
-    def patterns(self) -> dict[str, str]:
-        """The names that there are, by field name."""
-        named = {part: getattr(self, part) for part in ("gate", "up", "gate_up", "down", "gate_up_bias", "down_bias")}
-        return {part: pattern for part, pattern in named.items() if pattern is not None}
-
-    def name(self, part: str, layer: int, expert: int) -> str:
-        """The tensor in which that part of an expert is."""
-        return str(getattr(self, part)).replace("{layer}", str(layer)).replace("{expert}", str(expert))
-
-    def shape(self, part: str, hidden: int, intermediate: int) -> tuple[int, ...]:
-        """One expert's shape as stored, without the stacked dimension."""
-        shape: tuple[int, ...] = {
-            "gate": (intermediate, hidden),
-            "up": (intermediate, hidden),
-            "gate_up": (2 * intermediate, hidden),
-            "down": (hidden, intermediate),
-            "gate_up_bias": (2 * intermediate,),
-            "down_bias": (hidden,),
-        }[part]
-        return shape[::-1] if self.transposed else shape
-
-
-def _separate(prefix: str, gate: str, up: str, down: str) -> ExpertLayout:
-    stem = prefix + ".experts.{expert}."
-    return ExpertLayout(gate=f"{stem}{gate}.weight", up=f"{stem}{up}.weight", down=f"{stem}{down}.weight")
-
-
-_MLP = _separate("model.layers.{layer}.mlp", "gate_proj", "up_proj", "down_proj")
-_MIXTRAL = _separate("model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2")
-_STACK = "model.layers.{layer}.mlp.experts."
-_LLAMA = "model.layers.{layer}.feed_forward.experts."
-_GRANITE = "model.layers.{layer}.block_sparse_moe."
-_STACKED = ExpertLayout(gate_up=_STACK + "gate_up_proj", down=_STACK + "down_proj")
-
-LAYOUTS: Mapping[str, ExpertLayout] = MappingProxyType({
-    **dict.fromkeys((
-        "deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa",
-        "hunyuan_v1_moe", "hy_v3", "mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
-        "qwen3_next", "solar_open",
-    ), _MLP),
-    **dict.fromkeys(("kimi_linear", "minimax_m2", "mixtral", "phimoe"), _MIXTRAL),
-    "gpt_oss": ExpertLayout(
-        gate_up=_STACK + "gate_up_proj", down=_STACK + "down_proj", gate_up_order="interleaved", transposed=True,
-        gate_up_bias=_STACK + "gate_up_proj_bias", down_bias=_STACK + "down_proj_bias",
-    ),
-    "granitemoe": ExpertLayout(gate_up=_GRANITE + "input_linear.weight", down=_GRANITE + "output_linear.weight"),
-    "llama4_text": ExpertLayout(gate_up=_LLAMA + "gate_up_proj", down=_LLAMA + "down_proj", transposed=True),
-    "llama4": ExpertLayout(
-        gate_up=f"language_model.{_LLAMA}gate_up_proj", down=f"language_model.{_LLAMA}down_proj", transposed=True,
-    ),
-    **dict.fromkeys(("hy_v4", "minimax_m3_vl_text", "transformers_stacked"), _STACKED),
-})
-"""Layouts by the `model_type` of config.json: what `save_pretrained` of transformers 5.24 writes, which
-tests/pure/test_checkpoint.py compares. "transformers_stacked" is what it writes with `save_original_format=False` for
-models that it holds as `mlp.experts`, whatever their original format."""
-
-
-def reorder_gate_up(
-    tensor: Tensor, from_order: GateUpOrder, to_order: GateUpOrder, dim: int, *, block: int = 1
-) -> Tensor:
-    """The same gate and up rows in another order.
-
-    tensor: size 2I along dim. block: "interleaved" means this many gate rows, then as many up rows, and so on (kernels
-    want 8 or 32; checkpoints and `Experts` 1). Returns a new tensor, or the same one if the orders are equal.
-    Raises ValueError for unknown orders, an odd size, or an I that block does not divide.
-
-    >>> reorder_gate_up(torch.tensor([1, 2, 3, -1, -2, -3]), "gate_first", "interleaved", 0)
-    tensor([ 1, -1,  2, -2,  3, -3])
-    """
-    for name, order in (("from_order", from_order), ("to_order", to_order)):
-        if order not in GATE_UP_ORDERS:
-            raise ValueError(f"{name} is {order!r}; allowed: {', '.join(GATE_UP_ORDERS)}")
-    dim = dim % tensor.dim()
-    size = tensor.shape[dim]
-    needs = 2 * block if "interleaved" in (from_order, to_order) else 2
-    if block < 1 or size % needs:
-        raise ValueError(f"tensor has size {size} along dim {dim} and block is {block}; the size must be a multiple of "
-                         f"2, where an order is interleaved of 2 * block, and block at least 1")
-    if from_order == to_order:
-        return tensor
-    if from_order == "interleaved":
-        gate, up = (half.flatten(dim, dim + 1) for half in tensor.unflatten(dim, (-1, 2, block)).unbind(dim + 1))
-    else:
-        first, second = tensor.chunk(2, dim)
-        gate, up = (first, second) if from_order == "gate_first" else (second, first)
-    if to_order == "interleaved":
-        blocks = [half.unflatten(dim, (-1, block)) for half in (gate, up)]
-        return torch.stack(blocks, dim + 1).flatten(dim, dim + 2)
-    return torch.cat((gate, up) if to_order == "gate_first" else (up, gate), dim)
 
 
 def load_experts(
@@ -192,7 +53,7 @@ def load_experts(
     are read once.
 
     folder: with model.safetensors or else, as in transformers, model.safetensors.index.json and the files it names.
-    layout: a key of `LAYOUTS` or a layout of your own. The order of gate and up is kept (`Experts.gate_up_order`).
+    layout: a key of `moeloom.expert_layout.LAYOUTS` or a layout of your own. The order of gate and up is kept (`Experts.gate_up_order`).
     dtype: what to convert to; None: as stored.
     activation, weight_on_input: the model's, which no tensor tells: `find_model` has them, e.g.
         `find_model("gpt-oss-20b").activation`; Llama-4 needs `weight_on_input=True`.
@@ -201,7 +62,7 @@ def load_experts(
     several stored dtypes and no dtype given), MoeloomError for a checkpoint that is broken (files or tensors that the
     index names missing, wrong shapes) and CapabilityError for a quantised one.
     """
-    layout = _find_layout(layout)
+    layout = find_layout(layout)
     slots = _slots_by_expert(placement, rank)
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype}; it must be a floating point type")
@@ -211,7 +72,8 @@ def load_experts(
         # a rank without slots still needs the sizes, and every checkpoint has expert 0
         views = {
             (part, expert): checkpoint.view(layout.name(part, layer, expert))
-            for part in layout.patterns() for expert in slots or (0,)
+            for part in layout.patterns()
+            for expert in slots or (0,)
         }
         hidden, intermediate = _check_views(checkpoint, layout, views, layer, placement.num_experts)
         tensors = _empty(layout, placement.num_local(rank), hidden, intermediate, dtype or _one_dtype(layer, views))
@@ -223,8 +85,13 @@ def load_experts(
                 for slot in slots[expert]:
                     targets[part][slot].copy_(stored.mT if layout.transposed and stored.dim() == 2 else stored)
     return Experts(
-        tensors["gate_up"], tensors["down"], activation=activation, gate_up_order=layout.gate_up_order,
-        gate_up_bias=tensors.get("gate_up_bias"), down_bias=tensors.get("down_bias"), placement=placement,
+        tensors["gate_up"],
+        tensors["down"],
+        activation=activation,
+        gate_up_order=layout.gate_up_order,
+        gate_up_bias=tensors.get("gate_up_bias"),
+        down_bias=tensors.get("down_bias"),
+        placement=placement,
         weight_on_input=weight_on_input,
     )
 
@@ -238,12 +105,18 @@ def save_experts(
     is experts-layer{layer}-rank{rank}.safetensors; for a stacked layout .part, which `stack_shards` joins. It appears
     only when complete. Returns its path. Raises ValueError where experts, placement and layout do not fit together.
     """
-    layout = _find_layout(layout)
+    layout = find_layout(layout)
     slots = _slots_by_expert(placement, rank)
     experts.check(placement.num_local(rank), experts.gate_up.shape[-1])
     if (experts.down_bias is None) != (layout.down_bias is None):
-        raise ValueError("experts have " + ("no biases, which the layout has" if experts.down_bias is None else
-                                            "biases, for which the layout has no name"))
+        raise ValueError(
+            "experts have "
+            + (
+                "no biases, which the layout has"
+                if experts.down_bias is None
+                else "biases, for which the layout has no name"
+            )
+        )
     elsewhere = {expert for others in placement.slots[:rank] for expert in others}
     tensors: dict[str, Tensor] = {}
     for expert, (slot, *_) in slots.items():
@@ -251,8 +124,7 @@ def save_experts(
             for part, tensor in _stored_form(layout, experts, slot).items():
                 name = layout.name(part, layer, expert)
                 tensors[f"{name}.{expert}" if layout.stacked else name] = tensor
-    about = {"num_ranks": placement.num_ranks, "num_experts": placement.num_experts,
-             "placement": placement.fingerprint}
+    about = {"num_ranks": placement.num_ranks, "num_experts": placement.num_experts, "placement": placement.fingerprint}
     suffix = ".part" if layout.stacked else ".safetensors"
     path = Path(folder) / f"experts-layer{layer}-rank{rank}{suffix}"
     return _write(path, tensors, {_METADATA: json.dumps(about)})
@@ -264,7 +136,7 @@ def stack_shards(folder: str | Path, layout: str | ExpertLayout, *, layer: int) 
     For one rank to call, when all have saved; holds the layer in memory once. Raises ValueError for a layout that is
     not stacked, MoeloomError if a rank or an expert is missing or files of different saves are mixed.
     """
-    layout, folder = _find_layout(layout), Path(folder)
+    layout, folder = find_layout(layout), Path(folder)
     if not layout.stacked:
         raise ValueError("layout has tensors for each expert; only stacked layouts have shards to join")
     with ExitStack() as stack:
@@ -362,17 +234,6 @@ def _names(file: Any) -> list[str]:
     return list(file.keys())
 
 
-def _find_layout(layout: str | ExpertLayout) -> ExpertLayout:
-    if isinstance(layout, ExpertLayout):
-        return layout
-    if layout in LAYOUTS:
-        return LAYOUTS[layout]
-    close = difflib.get_close_matches(layout.lower().replace("-", "_"), LAYOUTS)
-    hint = f"; close: {', '.join(close)}" if close else ""
-    raise ValueError(f"layout is {layout!r}, which is no known model type{hint}; known: {', '.join(sorted(LAYOUTS))}, "
-                     "or give an ExpertLayout")
-
-
 def _slots_by_expert(placement: Placement, rank: int) -> dict[int, list[int]]:
     if not 0 <= rank < placement.num_ranks:
         raise ValueError(f"rank is {rank}; allowed: 0..{placement.num_ranks - 1}, the ranks of the placement")
@@ -390,20 +251,27 @@ def _check_names(checkpoint: _Checkpoint, layout: ExpertLayout, layer: int, num_
     for name in names:
         for other in (*(name + suffix for suffix in _QUANTISED), name.removesuffix("weight") + "qweight"):
             if other in files:
-                raise CapabilityError(f"{here}: {other} is of a quantised checkpoint; only {', '.join(_DTYPES)} "
-                                      "weights can be loaded: convert it first")
+                raise CapabilityError(
+                    f"{here}: {other} is of a quantised checkpoint; only {', '.join(_DTYPES)} "
+                    "weights can be loaded: convert it first"
+                )
     lost = [name for name in names if name not in files]
     if len(lost) == len(names):
         layers = [str(other) for other in range(len(files)) if layout.name("down", other, 0) in files]
         near = next((name for name in files if f"layers.{layer}." in name and "experts." in name), None)
-        raise ValueError(f"{here} has no experts in this layout, such as {lost[0]}; layers that have: "
-                         f"{', '.join(layers) or 'none'}" + (f"; this one has {near}" if near else ""))
+        raise ValueError(
+            f"{here} has no experts in this layout, such as {lost[0]}; layers that have: "
+            f"{', '.join(layers) or 'none'}" + (f"; this one has {near}" if near else "")
+        )
     if lost:
-        raise ValueError(f"placement has {num_experts} experts, but {here} lacks {len(lost)} of their {len(names)} "
-                         f"tensors: {', '.join(lost[:4])}{', ...' if lost[4:] else ''}")
+        raise ValueError(
+            f"placement has {num_experts} experts, but {here} lacks {len(lost)} of their {len(names)} "
+            f"tensors: {', '.join(lost[:4])}{', ...' if lost[4:] else ''}"
+        )
     if not layout.stacked and layout.name("down", layer, num_experts) in files:
-        raise ValueError(f"placement has {num_experts} experts, but {here} has more: "
-                         f"{layout.name('down', layer, num_experts)}")
+        raise ValueError(
+            f"placement has {num_experts} experts, but {here} has more: {layout.name('down', layer, num_experts)}"
+        )
 
 
 def _check_views(
@@ -424,8 +292,10 @@ def _check_views(
             sizes = (one[1], one[0]) if layout.transposed else (one[0], one[1])
         wanted = shape[: len(shape) - len(one)] + layout.shape(part, *sizes)
         if shape != wanted:
-            raise MoeloomError(f"{where} is {list(shape)}; with hidden {sizes[0]} and intermediate {sizes[1]}, from "
-                               f"{layout.down}, it must be {list(wanted)}")
+            raise MoeloomError(
+                f"{where} is {list(shape)}; with hidden {sizes[0]} and intermediate {sizes[1]}, from "
+                f"{layout.down}, it must be {list(wanted)}"
+            )
         if view.get_dtype() not in _DTYPES:
             raise CapabilityError(f"{where} is {view.get_dtype()}; only {', '.join(_DTYPES)} weights can be loaded")
     assert sizes is not None
@@ -443,7 +313,8 @@ def _empty(
     layout: ExpertLayout, num_local: int, hidden: int, intermediate: int, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     shapes: dict[str, tuple[int, ...]] = {
-        "gate_up": (num_local, 2 * intermediate, hidden), "down": (num_local, hidden, intermediate)
+        "gate_up": (num_local, 2 * intermediate, hidden),
+        "down": (num_local, hidden, intermediate),
     }
     if layout.down_bias is not None:
         shapes |= {"gate_up_bias": (num_local, 2 * intermediate), "down_bias": (num_local, hidden)}

@@ -131,7 +131,7 @@ class MoE(nn.Module):
         super().__init__()
         _check_mesh(mesh, runtime)
         num_experts, hidden, intermediate = config.num_experts, config.hidden, config.intermediate
-        config.router._check_num_experts(num_experts)
+        config.router.check_num_experts(num_experts)
         self.config, self.runtime, self.aux_loss_scale = config, runtime, 1.0
         self.placement = _chunked(num_experts, runtime.topology.num_ranks)
         self.gate = nn.Parameter(torch.empty(num_experts, hidden, device=device, dtype=dtype))
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         """`[..., H] -> [..., H]`; x is not changed."""
         compiling = torch.compiler.is_compiling()
         # what is wrong with x is told to the other ranks
-        with nullcontext() if compiling else self.runtime._refusing("dispatch"):
+        with nullcontext() if compiling else self.runtime.refusing("dispatch"):
             if x.shape[-1] != self.config.hidden:
                 raise ValueError(f"x is {list(x.shape)}; its last dimension must be hidden, {self.config.hidden}")
             flat = x.reshape(-1, self.config.hidden)
@@ -231,9 +231,9 @@ class MoE(nn.Module):
     def _route(self, x: Tensor) -> Routing:
         """Choose and weigh in fp32, and keep the statistics."""
         router = self.config.router
-        scores = router._scores(functional.linear(x.float(), self.gate.float()))
-        topk_idx = torch.ops.moeloom.keep_choice(router._choose(scores.detach() + self.router_bias))
-        weights = router._weigh(scores, topk_idx)
+        scores = router.scores(functional.linear(x.float(), self.gate.float()))
+        topk_idx = torch.ops.moeloom.keep_choice(router.choose(scores.detach() + self.router_bias))
+        weights = router.weigh(scores, topk_idx)
         if not self.training:
             return Routing(topk_idx, weights)
         flat = topk_idx.flatten()

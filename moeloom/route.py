@@ -61,8 +61,9 @@ class Router:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
         if self.num_topk_groups > self.num_groups:
-            raise ValueError(f"num_topk_groups is {self.num_topk_groups}; it must be at most num_groups, "
-                             f"{self.num_groups}")
+            raise ValueError(
+                f"num_topk_groups is {self.num_topk_groups}; it must be at most num_groups, {self.num_groups}"
+            )
         for name, allowed in (("score", get_args(Score)), ("group_score", get_args(GroupScore))):
             value = getattr(self, name)
             if value not in allowed:
@@ -71,8 +72,11 @@ class Router:
             raise ValueError(f"scale is {self.scale}; it must be positive and finite")
         if self.num_topk == 1 and self.normalize:
             # Frames: this method, the generated __init__, the caller.
-            warnings.warn("num_topk is 1 and normalize is True: a token's only weight is divided by itself, so the "
-                          "gate gets no gradient and never trains; set normalize=False", stacklevel=3)
+            warnings.warn(
+                "num_topk is 1 and normalize is True: a token's only weight is divided by itself, so the "
+                "gate gets no gradient and never trains; set normalize=False",
+                stacklevel=3,
+            )
 
     def __call__(self, logits: Tensor, bias: Tensor | None = None) -> Routing:
         """Route T tokens.
@@ -92,24 +96,27 @@ class Router:
         """
         _check_logits(logits)
         num_experts = logits.shape[1]
-        self._check_num_experts(num_experts)
+        self.check_num_experts(num_experts)
         if bias is not None and bias.shape != (num_experts,):
             raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [E], here [{num_experts}]")
-        scores = self._scores(logits)
+        scores = self.scores(logits)
         with torch.no_grad():
             choice = scores if bias is None else scores + bias.float()
-            ids = self._choose(choice)
-        return Routing(ids, self._weigh(scores, ids))
+            ids = self.choose(choice)
+        return Routing(ids, self.weigh(scores, ids))
 
-    def _check_num_experts(self, num_experts: int) -> None:
+    def check_num_experts(self, num_experts: int) -> None:
+        """Raise ValueError unless groups and top-k fit that many experts."""
         if num_experts % self.num_groups:
             raise ValueError(f"logits has {num_experts} experts; num_groups, {self.num_groups}, must divide them")
         num_eligible = num_experts // self.num_groups * self.num_topk_groups
         if self.num_topk > num_eligible:
-            raise ValueError(f"num_topk is {self.num_topk}; {self.num_topk_groups} of {self.num_groups} groups of "
-                             f"{num_experts} experts hold only {num_eligible}")
+            raise ValueError(
+                f"num_topk is {self.num_topk}; {self.num_topk_groups} of {self.num_groups} groups of "
+                f"{num_experts} experts hold only {num_eligible}"
+            )
 
-    def _scores(self, logits: Tensor) -> Tensor:
+    def scores(self, logits: Tensor) -> Tensor:
         """`[T, E]` to `[T, E]` fp32, differentiable."""
         logits = logits.float()
         if self.score == "softmax":
@@ -118,7 +125,7 @@ class Router:
             return logits.sigmoid()
         return functional.softplus(logits).clamp_min(_SMALLEST_SOFTPLUS).sqrt()
 
-    def _choose(self, choice: Tensor) -> Tensor:
+    def choose(self, choice: Tensor) -> Tensor:
         """`[T, E]` fp32, biased scores, to `[T, num_topk]` int64."""
         # Everything finite, and NaN the lowest of it: then -inf is free to mean "outside of the chosen groups".
         choice = torch.nan_to_num(choice, nan=torch.finfo(torch.float32).min)
@@ -131,7 +138,7 @@ class Router:
             choice = grouped.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
         return _largest(choice, self.num_topk)
 
-    def _weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
+    def weigh(self, scores: Tensor, ids: Tensor) -> Tensor:
         """Scores `[T, E]` and ids `[T, num_topk]` to weights `[T, num_topk]` fp32, differentiable in the scores."""
         weights = scores.gather(-1, ids)
         if self.normalize:
@@ -152,17 +159,21 @@ def hash_route(token_ids: Tensor, table: Tensor, logits: Tensor, router: Router)
     _check_logits(logits)
     for name, tensor, ndim in (("token_ids", token_ids, 1), ("table", table, 2)):
         if tensor.ndim != ndim or tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must have {ndim} "
-                             "dimensions and dtype int32 or int64")
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must have {ndim} "
+                "dimensions and dtype int32 or int64"
+            )
     if token_ids.shape[0] != logits.shape[0]:
-        raise ValueError(f"token_ids has {token_ids.shape[0]} tokens; it must have as many as logits, "
-                         f"{logits.shape[0]}")
+        raise ValueError(
+            f"token_ids has {token_ids.shape[0]} tokens; it must have as many as logits, {logits.shape[0]}"
+        )
     if table.shape[1] != router.num_topk:
-        raise ValueError(f"table has {table.shape[1]} experts per token id; it must have router.num_topk, "
-                         f"{router.num_topk}")
+        raise ValueError(
+            f"table has {table.shape[1]} experts per token id; it must have router.num_topk, {router.num_topk}"
+        )
     # index_select, unlike table[token_ids], does not take -1 for the last row.
     ids = table.index_select(0, token_ids).long()
-    return Routing(ids, router._weigh(router._scores(logits), ids))
+    return Routing(ids, router.weigh(router.scores(logits), ids))
 
 
 def mask_tokens(routing: Routing, valid: Tensor) -> Routing:
@@ -172,16 +183,19 @@ def mask_tokens(routing: Routing, valid: Tensor) -> Routing:
     tokens become 0 too. Raises ValueError for a wrong shape or dtype.
     """
     if valid.dtype != torch.bool or valid.shape != (routing.num_tokens,):
-        raise ValueError(f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}; it must be [T] bool, here "
-                         f"[{routing.num_tokens}]")
+        raise ValueError(
+            f"valid has shape {tuple(valid.shape)} and dtype {valid.dtype}; it must be [T] bool, here "
+            f"[{routing.num_tokens}]"
+        )
     padding = ~valid.unsqueeze(-1)
     return Routing(routing.topk_idx.masked_fill(padding, -1), routing.topk_weights.masked_fill(padding, 0.0))
 
 
 def _check_logits(logits: Tensor) -> None:
     if logits.ndim != 2 or not logits.is_floating_point():
-        raise ValueError(f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; it must be [T, E] and of "
-                         "floating dtype")
+        raise ValueError(
+            f"logits has shape {tuple(logits.shape)} and dtype {logits.dtype}; it must be [T, E] and of floating dtype"
+        )
 
 
 def _largest(values: Tensor, count: int) -> Tensor:

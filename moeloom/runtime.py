@@ -103,7 +103,7 @@ class Runtime:
         Differentiable in x, the router weights and the experts' tensors: gradients of the sum of all ranks' losses.
         """
         with _poisoned_on_failure(out):
-            with self._refusing("dispatch"):
+            with self.refusing("dispatch"):
                 recipe = recipe or recipe_for(x.dtype)
                 checks.check_out(out, x)
                 call = self.layer_call(experts, recipe, plan, tokens_hint)
@@ -136,7 +136,7 @@ class Runtime:
         (per expert for "batched"); overflow: "error", or "drop" what does not fit and count it.
         Differentiable in x and, with a Routing, in its weights: `Received.topk_weights` carries their gradient.
         """
-        with self._refusing("dispatch"):
+        with self.refusing("dispatch"):
             checks.check_rows(x, None, "x")
             if isinstance(routing, Handle):
                 checks.check_handle(routing, self._open())
@@ -176,7 +176,7 @@ class Runtime:
         Differentiable in rows and, where they are used here, in the router weights of the handle.
         """
         with _poisoned_on_failure(out):
-            with self._refusing("combine"):
+            with self.refusing("combine"):
                 recipe = recipe or recipe_for(rows.dtype)
                 checks.check_handle(handle, self._open())
                 flat = checks.check_combine(rows, handle, recipe, weighted)
@@ -258,7 +258,7 @@ class Runtime:
         return self._calls[key]
 
     @contextmanager
-    def _refusing(self, kind: str) -> Iterator[None]:
+    def refusing(self, kind: str) -> Iterator[None]:
         """What is wrong with this rank's call is told to the others before it is raised."""
         backend = self._open()
         try:

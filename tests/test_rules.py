@@ -15,7 +15,18 @@ PACKAGE = ROOT / "moeloom"
 
 LAYERS: tuple[set[str], ...] = (
     {"types", "config", "errors", "env"},
-    {"route", "layout", "placement", "regions", "activation", "topology", "models", "reference", "experts"},
+    {
+        "route",
+        "layout",
+        "placement",
+        "regions",
+        "activation",
+        "topology",
+        "models",
+        "reference",
+        "experts",
+        "expert_layout",
+    },
     {"plan"},
     {"backends"},
     {"pipeline", "meter", "checks", "autograd", "layer"},
@@ -27,6 +38,7 @@ LAYERS: tuple[set[str], ...] = (
 NEIGHBOURS = {
     "models": {"route", "activation"},
     "experts": {"activation", "placement"},
+    "expert_layout": {"experts"},
     "config": {"types"},
     "pipeline": {"meter"},
     "layer": {"autograd", "checks", "meter", "pipeline"},

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from moeloom.activation import SwiGLU
-from moeloom.checkpoint import LAYOUTS, load_experts
+from moeloom.checkpoint import load_experts
+from moeloom.expert_layout import LAYOUTS
 from moeloom.experts import Experts
 from moeloom.models import ModelShape
 from moeloom.placement import Placement

@@ -1,1 +1,1 @@
-"""Adapters that put moeloom under other frameworks, imported by name. Only `transformers` needs its framework to import."""
+"""Adapters that put moeloom under other frameworks. Only `transformers` needs its framework to be imported."""

@@ -81,7 +81,7 @@ class MoeloomDispatcher:
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """tokens `[..., H]`, routing_map and probs `[T, E]` -> tokens `[T, H]`, the routed probs `[T, K]` fp32."""
         self.hidden_shape, self._probs_dtype = tokens.shape, probs.dtype
-        with self._runtime._refusing("dispatch"):  # the other ranks wait for this rank's dispatch
+        with self._runtime.refusing("dispatch"):  # the other ranks wait for this rank's dispatch
             routing = topk_from_map(routing_map, probs, self.num_topk)
         self._topk_idx = routing.topk_idx
         return tokens.reshape(-1, tokens.shape[-1]), routing.topk_weights

@@ -124,5 +124,3 @@ def replace_dispatchers(model_config: Any, **options: Any) -> int:
     if not replaced:
         raise ValueError("model_config has no layer with a `moe`; nothing was replaced")
     return replaced
-
-

@@ -19,8 +19,20 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-MODULES = ("argparse.py", "ast.py", "bisect.py", "calendar.py", "copy.py", "csv.py", "dataclasses.py", "heapq.py",
-           "json/decoder.py", "json/encoder.py", "json/scanner.py", "textwrap.py")
+MODULES = (
+    "argparse.py",
+    "ast.py",
+    "bisect.py",
+    "calendar.py",
+    "copy.py",
+    "csv.py",
+    "dataclasses.py",
+    "heapq.py",
+    "json/decoder.py",
+    "json/encoder.py",
+    "json/scanner.py",
+    "textwrap.py",
+)
 NUM_TOKENS = 4096
 CONTEXT = 512
 SEED = 20261130
@@ -39,9 +51,19 @@ def read_text() -> Tensor:
 def build_model() -> transformers.PreTrainedModel:
     """Bytes are its vocabulary; its weights depend on SEED and the torch release alone."""
     config = transformers.Qwen3MoeConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=32, num_experts_per_tok=4,
-        norm_topk_prob=True, max_position_embeddings=CONTEXT)
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        max_position_embeddings=CONTEXT,
+    )
     torch.manual_seed(SEED)
     return transformers.Qwen3MoeForCausalLM(config).eval()
 
@@ -72,15 +94,19 @@ def main() -> None:
     ids, weights = record(model, read_text())
     config = model.config
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    save_file({"topk_idx": ids, "topk_weights": weights}, out, metadata={
-        "model": f"Qwen3-MoE, random weights, {num_parameters} parameters, hidden {config.hidden_size}, "
-                 f"{config.num_hidden_layers} layers, {config.num_experts} experts, top-{config.num_experts_per_tok}; "
-                 "router of the last layer, normalised weights",
-        "num_experts": str(config.num_experts),
-        "text": f"bytes of the Python {platform.python_version()} standard library: {', '.join(sorted(MODULES))}",
-        "seed": str(SEED),
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    })
+    save_file(
+        {"topk_idx": ids, "topk_weights": weights},
+        out,
+        metadata={
+            "model": f"Qwen3-MoE, random weights, {num_parameters} parameters, hidden {config.hidden_size}, "
+            f"{config.num_hidden_layers} layers, {config.num_experts} experts, top-{config.num_experts_per_tok}; "
+            "router of the last layer, normalised weights",
+            "num_experts": str(config.num_experts),
+            "text": f"bytes of the Python {platform.python_version()} standard library: {', '.join(sorted(MODULES))}",
+            "seed": str(SEED),
+            "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        },
+    )
     load = torch.bincount(ids.flatten(), minlength=config.num_experts)
     print(f"{out}: {tuple(ids.shape)}, {out.stat().st_size} bytes")
     print(f"rows per expert: least {int(load.min())}, mean {load.float().mean():.0f}, most {int(load.max())}")

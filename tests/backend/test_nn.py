@@ -200,7 +200,7 @@ def test_the_choice_is_saved_by_a_checkpointing_policy(rt: Runtime) -> None:
     """An input that is another one when it is recomputed: without the policy the choice is another one too."""
     moe, x = make(rt), tokens(40)
     chosen: list[Tensor] = []
-    weigh = Router._weigh
+    weigh = Router.weigh
 
     def watch(self: Router, scores: Tensor, ids: Tensor) -> Tensor:
         chosen.append(ids.clone())
@@ -210,7 +210,7 @@ def test_the_choice_is_saved_by_a_checkpointing_policy(rt: Runtime) -> None:
         return moe(x + torch.randn_like(x))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Router, "_weigh", watch)
+        patch.setattr(Router, "weigh", watch)
         for options in ({}, {"context_fn": checkpoint_contexts}):
             y = checkpoint(noisy, x, use_reentrant=False, preserve_rng_state=False, **options)
             y.sum().backward()

@@ -19,17 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import moeloom.checkpoint
+import moeloom.expert_layout
 from moeloom.activation import SwiGLU
-from moeloom.checkpoint import (
-    LAYOUTS,
-    ExpertLayout,
-    load_experts,
-    reorder_gate_up,
-    save_experts,
-    stack_shards,
-    write_index,
-)
+from moeloom.checkpoint import load_experts, save_experts, stack_shards, write_index
 from moeloom.errors import CapabilityError, MoeloomError
+from moeloom.expert_layout import LAYOUTS, ExpertLayout, reorder_gate_up
 from moeloom.experts import GATE_UP_ORDERS, Experts
 from moeloom.models import find_model
 from moeloom.placement import Placement
@@ -37,8 +31,12 @@ from moeloom.placement import Placement
 E, H, I = 10, 6, 4  # noqa: E741
 STEM = "model.layers.{layer}.mlp.experts."
 UP_FIRST = ExpertLayout(
-    gate_up=STEM + "{expert}.up_gate", down=STEM + "{expert}.down", gate_up_order="up_first", transposed=True,
-    gate_up_bias=STEM + "{expert}.up_gate_bias", down_bias=STEM + "{expert}.down_bias",
+    gate_up=STEM + "{expert}.up_gate",
+    down=STEM + "{expert}.down",
+    gate_up_order="up_first",
+    transposed=True,
+    gate_up_bias=STEM + "{expert}.up_gate_bias",
+    down_bias=STEM + "{expert}.down_bias",
 )
 STACKED_APART = ExpertLayout(gate=STEM + "gate", up=STEM + "up", down=STEM + "down")
 KINDS = {
@@ -64,8 +62,12 @@ def random_parts(layer: int = 0, dtype: torch.dtype = torch.float32) -> Parts:
     """Every expert's gate, up, down and biases, all values different."""
     generator = torch.Generator().manual_seed(layer)
     shapes = {
-        "gate": (E, I, H), "up": (E, I, H), "down": (E, H, I),
-        "gate_bias": (E, I), "up_bias": (E, I), "down_bias": (E, H),
+        "gate": (E, I, H),
+        "up": (E, I, H),
+        "down": (E, H, I),
+        "gate_bias": (E, I),
+        "up_bias": (E, I),
+        "down_bias": (E, H),
     }
     return {part: torch.randn(shape, generator=generator).to(dtype) for part, shape in shapes.items()}
 
@@ -86,8 +88,10 @@ def on_disk(kind: str, parts: Parts, layer: int = 0) -> Parts:
         gate_up[:, :, 0::2], gate_up[:, :, 1::2] = gate.transpose(1, 2), up.transpose(1, 2)
         bias[:, 0::2], bias[:, 1::2] = parts["gate_bias"], parts["up_bias"]
         return {
-            f"{mlp}.gate_up_proj": gate_up.to(gate.dtype), f"{mlp}.gate_up_proj_bias": bias.to(gate.dtype),
-            f"{mlp}.down_proj": down.transpose(1, 2).contiguous(), f"{mlp}.down_proj_bias": parts["down_bias"].clone(),
+            f"{mlp}.gate_up_proj": gate_up.to(gate.dtype),
+            f"{mlp}.gate_up_proj_bias": bias.to(gate.dtype),
+            f"{mlp}.down_proj": down.transpose(1, 2).contiguous(),
+            f"{mlp}.down_proj_bias": parts["down_bias"].clone(),
         }
     if kind == "llama4_text":
         stem = f"model.layers.{layer}.feed_forward.experts"
@@ -97,8 +101,10 @@ def on_disk(kind: str, parts: Parts, layer: int = 0) -> Parts:
         return {f"{mlp}.gate_up_proj": torch.cat((gate, up), dim=1), f"{mlp}.down_proj": down.clone()}
     if kind == "up first, one tensor per expert":
         named = {
-            "up_gate": torch.cat((up, gate), dim=1).transpose(1, 2), "down": down.transpose(1, 2),
-            "up_gate_bias": torch.cat((parts["up_bias"], parts["gate_bias"]), dim=1), "down_bias": parts["down_bias"],
+            "up_gate": torch.cat((up, gate), dim=1).transpose(1, 2),
+            "down": down.transpose(1, 2),
+            "up_gate_bias": torch.cat((parts["up_bias"], parts["gate_bias"]), dim=1),
+            "down_bias": parts["down_bias"],
         }
         return {f"{mlp}.{e}.{name}": whole[e].contiguous() for name, whole in named.items() for e in range(E)}
     assert kind == "gate and up apart, stacked"
@@ -137,7 +143,7 @@ def assert_holds(experts: Experts, parts: Parts, slots: tuple[int, ...], *, bias
 
 
 def test_the_examples_of_the_docstrings_run() -> None:
-    result = doctest.testmod(moeloom.checkpoint)
+    result = doctest.testmod(moeloom.expert_layout)
     assert result.attempted >= 1 and result.failed == 0
 
 
@@ -355,7 +361,8 @@ def test_only_this_ranks_experts_are_indexed_and_replicas_once(tmp_path: Path, k
     layout = KINDS[kind]
     wanted = {
         (layout.name(part, 0, expert), expert if layout.stacked else None)
-        for part in layout.patterns() for expert in (9, 0)
+        for part in layout.patterns()
+        for expert in (9, 0)
     }
     assert set(meter.read) == wanted and len(meter.read) == len(wanted)
     values = 3 * I * H + (2 * I + H if layout.down_bias else 0)
@@ -394,7 +401,9 @@ def test_the_rest_of_a_large_file_never_becomes_resident(tmp_path: Path) -> None
     for name, shape in shapes.items():
         size = 2 * shape[0] * shape[1] * shape[2]
         header[f"model.layers.0.mlp.experts.{name}"] = {
-            "dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]
+            "dtype": "BF16",
+            "shape": list(shape),
+            "data_offsets": [end, end + size],
         }
         end += size
     head = json.dumps(header).encode()
@@ -404,9 +413,7 @@ def test_the_rest_of_a_large_file_never_becomes_resident(tmp_path: Path) -> None
     assert end > 2**30
     Path("/proc/self/clear_refs").write_text("5")  # peak resident memory counts from here
     before = _resident_peak()
-    loaded = load_experts(
-        tmp_path, "transformers_stacked", layer=0, placement=Placement.even(experts, 64), rank=37
-    )
+    loaded = load_experts(tmp_path, "transformers_stacked", layer=0, placement=Placement.even(experts, 64), rank=37)
     mine = sum(tensor.nbytes for tensor in loaded.tensors().values())
     assert mine == end // 64
     assert _resident_peak() - before < 2 * mine + 2**25  # file pages and result, and 32 MiB of slack
@@ -503,9 +510,7 @@ def test_a_layout_that_is_the_wrong_way_round_is_found(tmp_path: Path, kind: str
     ],
 )
 def test_quantised_checkpoints_are_refused_by_name(tmp_path: Path, kind: str, rename: Any) -> None:
-    tensors = {
-        new: tensor.clone() for name, tensor in on_disk(kind, random_parts()).items() for new in rename(name)
-    }
+    tensors = {new: tensor.clone() for name, tensor in on_disk(kind, random_parts()).items() for new in rename(name)}
     with pytest.raises(CapabilityError, match=r"layer 0: model\..* is of a quantised checkpoint; only F64, F32"):
         load_experts(folder_of(tmp_path, tensors), kind, layer=0, placement=FEW, rank=0)
 
@@ -592,8 +597,11 @@ def test_saving_brings_any_order_and_any_strides_into_the_layouts(tmp_path: Path
     bias = reorder_gate_up(torch.cat((parts["gate_bias"], parts["up_bias"]), 1), "gate_first", order, 1)
     has_bias = KINDS[kind].down_bias is not None
     experts = Experts(
-        gate_up.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(), parts["down"], gate_up_order=order,
-        gate_up_bias=bias if has_bias else None, down_bias=parts["down_bias"] if has_bias else None,
+        gate_up.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(),
+        parts["down"],
+        gate_up_order=order,
+        gate_up_bias=bias if has_bias else None,
+        down_bias=parts["down_bias"] if has_bias else None,
     )
     placement = Placement.even(E, 1)
     path = save_experts(tmp_path, KINDS[kind], layer=0, experts=experts, placement=placement, rank=0)
@@ -695,12 +703,28 @@ def test_stack_and_index_refuse_what_cannot_be(tmp_path: Path) -> None:
 # transformers
 
 SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
-    "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "intermediate_size": 12, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 12,
-    "num_experts_per_tok": 2, "first_k_dense_replace": 0,
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
-    "n_group": 1, "topk_group": 1,
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 12,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
 }
 TRUE_OF_ONE = {"gpt_oss": {"max_position_embeddings": 131072}}
 
@@ -715,8 +739,14 @@ def tiny(model_type: str, num_experts: int) -> Any:
         config = kind(
             text_config={**SIZES, **experts},
             vision_config={
-                "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64,
-                "vision_output_dim": 16, "image_size": 28, "projector_input_dim": 16, "projector_output_dim": 16,
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 64,
+                "vision_output_dim": 16,
+                "image_size": 28,
+                "projector_input_dim": 16,
+                "projector_output_dim": 16,
             },
         )
         return transformers.AutoModelForImageTextToText.from_config(config)
@@ -735,14 +765,19 @@ def test_presets_are_what_transformers_writes(tmp_path: Path, model_type: str) -
     layout, layer = LAYOUTS[model_type], 1
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         names = {
-            name for name in file.keys()  # noqa: SIM118
-            if f"layers.{layer}." in name and ("experts." in name or "put_linear" in name) and "shared" not in name
-            and "gate.e_score" not in name and "vision" not in name
+            name
+            for name in file.keys()  # noqa: SIM118
+            if f"layers.{layer}." in name
+            and ("experts." in name or "put_linear" in name)
+            and "shared" not in name
+            and "gate.e_score" not in name
+            and "vision" not in name
         }
     assert names == {layout.name(part, layer, expert) for part in layout.patterns() for expert in range(4)}
     placement = Placement.even(4, 3)
     (held,) = [
-        module for name, module in model.named_modules()
+        module
+        for name, module in model.named_modules()
         if f"layers.{layer}." in name and getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
     ]
     for rank in range(3):
@@ -770,7 +805,9 @@ def round_trip(source: Path, target: Path, layout: str, placement: Placement) ->
             stack_shards(target, layout, layer=layer)
     moved = {
         LAYOUTS[layout].name(part, layer, expert)
-        for part in LAYOUTS[layout].patterns() for layer in layers for expert in range(placement.num_experts)
+        for part in LAYOUTS[layout].patterns()
+        for layer in layers
+        for expert in range(placement.num_experts)
     }
     assert moved and moved <= tensors.keys()
     rest = {name: tensor for name, tensor in tensors.items() if name not in moved}
@@ -835,9 +872,7 @@ def test_loaded_experts_compute_what_the_model_does(tmp_path: Path, model_type: 
     placement = Placement.even(8, 3)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(2)) * 3
     for rank in range(3):
-        experts = load_experts(
-            tmp_path, model_type, layer=1, placement=placement, rank=rank, activation=activation
-        )
+        experts = load_experts(tmp_path, model_type, layer=1, placement=placement, rank=rank, activation=activation)
         for slot, expert in enumerate(placement.slots[rank]):
             product = x @ experts.gate_up[slot].T
             if experts.gate_up_bias is not None:
