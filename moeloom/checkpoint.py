@@ -53,7 +53,8 @@ def load_experts(
     are read once.
 
     folder: with model.safetensors or else, as in transformers, model.safetensors.index.json and the files it names.
-    layout: a key of `moeloom.expert_layout.LAYOUTS` or a layout of your own. The order of gate and up is kept (`Experts.gate_up_order`).
+    layout: a key of `moeloom.expert_layout.LAYOUTS`, or one of your own. The order of gate and up is kept
+        (`Experts.gate_up_order`).
     dtype: what to convert to; None: as stored.
     activation, weight_on_input: the model's, which no tensor tells: `find_model` has them, e.g.
         `find_model("gpt-oss-20b").activation`; Llama-4 needs `weight_on_input=True`.
