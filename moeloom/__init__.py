@@ -5,7 +5,7 @@ from types import ModuleType
 
 # the layer
 from moeloom.activation import SwiGLU
-from moeloom.config import BF16, FP32, RECIPES, Recipe
+from moeloom.config import BF16, FP8, FP32, RECIPES, Recipe
 from moeloom.errors import CapabilityError, CapacityError, MoeloomError, PeerTimeout
 from moeloom.experts import Experts
 
@@ -22,7 +22,7 @@ from moeloom.plan.plan import Plan
 from moeloom.route import Router
 from moeloom.runtime import Runtime
 from moeloom.topology import Topology
-from moeloom.types import Received, Routing
+from moeloom.types import Quantized, Received, Routing
 
 # what takes long to import comes when it is first named: moeloom.nn, moeloom.checkpoint
 _LATER = ("checkpoint", "nn")
@@ -38,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP32",
     "RECIPES",
     "CapabilityError",
@@ -47,6 +48,7 @@ __all__ = [
     "PeerTimeout",
     "Placement",
     "Plan",
+    "Quantized",
     "RankPool",
     "Received",
     "Recipe",

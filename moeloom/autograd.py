@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from moeloom.backends.base import Backend, Handle
 from moeloom.config import FP32, Recipe, recipe_for
-from moeloom.types import Received, Routing
+from moeloom.types import Quantized, Received, Routing
 
 
 class Dispatch(torch.autograd.Function):
@@ -119,7 +119,7 @@ def identity_backward(x: Tensor, d_y: Tensor, handle: Handle) -> tuple[Tensor, T
 
 
 def differentiable_dispatch(
-    backend: Backend, x: Tensor, routing: Routing | Handle, run: Callable[[], tuple[Received, Handle]]
+    backend: Backend, x: Tensor | Quantized, routing: Routing | Handle, run: Callable[[], tuple[Received, Handle]]
 ) -> tuple[Received, Handle]:
     """The dispatch that `run` does, with gradients to x and (if it brings the routing too) to the router weights."""
     topk_weights = routing.topk_weights if isinstance(routing, Routing) else None

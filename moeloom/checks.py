@@ -9,20 +9,41 @@ from torch import Tensor
 
 from moeloom.backends.base import Backend, Handle
 from moeloom.config import Recipe
-from moeloom.errors import CapacityError
+from moeloom.errors import CapabilityError, CapacityError
+from moeloom.experts import Experts
 from moeloom.layout import first_bad_id
 from moeloom.placement import Placement
-from moeloom.types import Routing
+from moeloom.quantize import num_groups
+from moeloom.types import Quantized, Routing
 
 ID_DTYPES = (torch.int32, torch.int64)
 OVERFLOWS = ("error", "drop")
 
 
 def check_call(
-    x: Tensor, routing: Routing, placement: Placement, recipe: Recipe, rank: int, max_tokens: int | None
+    x: Tensor | Quantized,
+    routing: Routing,
+    placement: Placement,
+    recipe: Recipe,
+    rank: int,
+    max_tokens: int | None,
 ) -> None:
     """Raise unless x and routing fit together, to the recipe, the placement and the Runtime."""
-    check_rows(x, recipe.dtype, "x")
+    check_shapes(x, routing, recipe, rank, max_tokens)
+    if isinstance(x, Quantized):
+        wanted = (*x, routing.topk_weights)
+        check_forward_only(recipe, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted))
+    bad = first_bad_id(routing.topk_idx, placement.num_ids)
+    if bad is not None:
+        row, k, value = bad
+        raise ValueError(
+            f"rank {rank}: topk_idx[{row}, {k}] is {value}; allowed: 0..{placement.num_ids - 1}, or -1 for not routed"
+        )
+
+
+def check_shapes(x: Tensor | Quantized, routing: Routing, recipe: Recipe, rank: int, max_tokens: int | None) -> None:
+    """Raise unless shapes and dtypes fit together; no value is read."""
+    x = check_given(x, recipe.dtype)
     ids, weights = routing.topk_idx, routing.topk_weights
     if ids.dtype not in ID_DTYPES:
         raise ValueError(f"topk_idx has dtype {ids.dtype}; allowed: torch.int32, torch.int64")
@@ -41,11 +62,64 @@ def check_call(
             f"rank {rank}: {x.shape[0]} tokens, but max_tokens is {max_tokens}; construct the Runtime with"
             f" max_tokens={x.shape[0]} or more, or None to grow as needed"
         )
-    bad = first_bad_id(ids, placement.num_ids)
-    if bad is not None:
-        row, k, value = bad
+
+
+def check_decode(x: Tensor, routing: Routing, order: str, recipe: Recipe, rank: int, max_tokens: int | None) -> None:
+    """Raise unless the decode pipeline can take this call; no value is read."""
+    if max_tokens is None:
+        raise CapacityError(
+            "max_tokens is None; the decode pipeline's shapes follow from it, so construct with a number"
+        )
+    if order == "rank":
+        raise ValueError("order is 'rank'; the decode pipeline has 'expert' and 'batched'")
+    if recipe.quantized:
+        raise CapabilityError(f"recipe {recipe.name} is not in the decode pipeline; use it in the split pipeline")
+    check_shapes(x, routing, recipe, rank, max_tokens)
+    check_no_gradient(x, routing.topk_weights)
+
+
+def check_no_gradient(*tensors: Tensor | None) -> None:
+    """Raise if autograd expects a gradient of the decode pipeline."""
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise CapabilityError("the decode pipeline has no gradient; use torch.no_grad(), or the split pipeline")
+
+
+def check_async(async_op: bool, pipeline: str) -> None:
+    """Raise unless this pipeline has two halves."""
+    if async_op and pipeline != "decode":
         raise ValueError(
-            f"rank {rank}: topk_idx[{row}, {k}] is {value}; allowed: 0..{placement.num_ids - 1}, or -1 for not routed"
+            f"async_op is True; the {pipeline} pipeline has no halves, pass plan=Plan('decode', ...) to dispatch"
+        )
+
+
+def check_given(x: Tensor | Quantized, dtype: torch.dtype | None) -> Tensor:
+    """Raise unless x is rows `[T, H]` (of that dtype), or such rows quantised; returns them, or their values."""
+    if not isinstance(x, Quantized):
+        check_rows(x, dtype, "x")
+        return x
+    check_rows(x.values, torch.float8_e4m3fn, "x.values")
+    check_rows(x.scales, torch.float32, "x.scales")
+    wanted = [len(x.values), num_groups(x.values.shape[1])]
+    if list(x.scales.shape) != wanted:
+        raise ValueError(f"x.scales is {list(x.scales.shape)}; with values {list(x.values.shape)} it must be {wanted}")
+    return x.values
+
+
+def check_weights(experts: Experts, recipe: Recipe) -> None:
+    """Raise unless the recipe can compute with these weights."""
+    if experts.scales is not None and not recipe.quantized:
+        raise ValueError(
+            f"gate_up is {experts.gate_up.dtype} with scales; recipe {recipe.name} needs dequantised weights:"
+            " pass recipe=FP8, or load them with dtype=torch.bfloat16"
+        )
+
+
+def check_forward_only(recipe: Recipe, grad: bool) -> None:
+    """Raise if a gradient is wanted of a recipe that has none."""
+    if grad and recipe.quantized:
+        raise CapabilityError(
+            f"recipe {recipe.name} is forward only, and a gradient is wanted; call under torch.no_grad(), or train in"
+            " bf16 or fp32"
         )
 
 

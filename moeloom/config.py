@@ -19,11 +19,14 @@ class Recipe:
     sums are fp32 in every recipe.
     reduction: "per_rank" sums a token's rows on each rank first (few bytes; bits depend on the placement only),
     "per_slot" sends every row and sums once (bits independent of ranks and nodes).
+    quantized: rows travel to the experts, and enter both products, as E4M3 values with a scale for each 128; weights
+    with one for each 128 x 128. Forward only.
     """
 
     name: str
     dtype: torch.dtype
     reduction: ReductionName = "per_rank"
+    quantized: bool = False
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
@@ -39,13 +42,15 @@ class Recipe:
 
 FP32 = Recipe("fp32", torch.float32)
 BF16 = Recipe("bf16", torch.bfloat16)
-RECIPES = {recipe.name: recipe for recipe in (FP32, BF16)}
+FP8 = Recipe("fp8", torch.bfloat16, quantized=True)
+RECIPES = {recipe.name: recipe for recipe in (FP32, BF16, FP8)}
 
 
 def recipe_for(dtype: torch.dtype) -> Recipe:
-    """The recipe whose rows have this dtype."""
-    for recipe in RECIPES.values():
+    """The recipe whose rows have this dtype, unquantised."""
+    recipes = [recipe for recipe in RECIPES.values() if not recipe.quantized]
+    for recipe in recipes:
         if recipe.dtype == dtype:
             return recipe
-    allowed = ", ".join(str(recipe.dtype) for recipe in RECIPES.values())
+    allowed = ", ".join(str(recipe.dtype) for recipe in recipes)
     raise ValueError(f"x has dtype {dtype}; allowed: {allowed}")

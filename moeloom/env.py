@@ -31,3 +31,13 @@ def use_loopback() -> None:
 def is_torchrun() -> bool:
     """Whether a launcher such as torchrun has given this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def gloo_interface() -> str | None:
+    """The network interface that gloo is told to use, or None."""
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def cache_home() -> str:
+    """The folder for what programs keep and can make again; ~/.cache unless the user chose another."""
+    return os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

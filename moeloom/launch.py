@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -21,15 +22,23 @@ import torch
 import torch.distributed as dist
 
 from moeloom import env
-from moeloom.errors import MoeloomError
+from moeloom.errors import CapabilityError, MoeloomError
 from moeloom.topology import Topology
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 10.0  # after one rank's failure the others may still report what they noticed
+IMPORTABLE = (
+    "ranks import what they are given: take functions of a module, or of a script file guarded by"
+    ' `if __name__ == "__main__"`'
+)
 
 
 class RankFailed(MoeloomError):
     """A function raised on a rank, or its process ended. `__cause__` is the error, if there is one."""
+
+
+class RankEnded(RankFailed):
+    """A rank's process ended."""
 
 
 class RankLate(RankFailed):
@@ -54,6 +63,7 @@ class RankPool:
 
     def __init__(self, ranks: int, nodes: int = 1) -> None:
         topology = Topology.split(ranks, nodes)
+        _check_program()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["moeloom"])
         _start_server()
@@ -70,6 +80,9 @@ class RankPool:
                 there.close()
                 self._ranks.append(_Rank(process, here))
             _raise_first(self._collect(START_SECONDS, GRACE_SECONDS))
+        except RankEnded as error:
+            self.close()
+            raise RankFailed(f"{error}, before it had begun; {IMPORTABLE}") from None
         except BaseException:
             self.close()
             raise
@@ -168,7 +181,7 @@ class RankPool:
             except (EOFError, ConnectionResetError):
                 process = self._ranks[rank].process
                 process.join()
-                kind, value = "done", RankFailed(f"the process of rank {rank} ended with exit code {process.exitcode}")
+                kind, value = "done", RankEnded(f"the process of rank {rank} ended with exit code {process.exitcode}")
             if kind == "item":
                 if rank == 0:
                     items.append(value)
@@ -185,7 +198,15 @@ def _raise_first(outcomes: list[Any]) -> list[Any]:
     rank = min(failed, key=lambda rank: isinstance(outcomes[rank], RankLate))
     cause = outcomes[rank]
     text = str(cause) if isinstance(cause, RankFailed) else f"rank {rank}: {type(cause).__name__}: {cause}"
-    raise RankFailed(text) from cause
+    raise (RankEnded if isinstance(cause, RankEnded) else RankFailed)(text) from cause
+
+
+def _check_program() -> None:
+    """Raise if ranks could not start from this program: `python -` names a file that is not there."""
+    program = sys.modules["__main__"]
+    path = getattr(program, "__file__", None)
+    if getattr(program, "__spec__", None) is None and path is not None and not os.path.exists(path):
+        raise CapabilityError(f"ranks cannot start from a program without a file ({path}); save it to one")
 
 
 def _start_server() -> None:
@@ -194,6 +215,8 @@ def _start_server() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
+    except OSError as error:  # its socket is a file in the temporary folder
+        raise CapabilityError(f"cannot start ranks: {error}; set TMPDIR to a writable folder of a short path") from None
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -203,11 +226,14 @@ class _Rank:
     process: multiprocessing.process.BaseProcess
     connection: Connection
 
-    def send(self, message: object) -> None:
+    def send(self, message: Any) -> None:
         try:
             self.connection.send(message)
-        except (BrokenPipeError, OSError):
+        except OSError:
             pass  # it has ended; receiving says so
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            name = getattr(message[0], "__qualname__", message[0])
+            raise ValueError(f"{name} or its arguments cannot be sent to ranks ({error}); {IMPORTABLE}") from None
 
 
 @dataclass(frozen=True)
@@ -223,20 +249,35 @@ def _serve(settings: _Settings, connection: Connection) -> None:
     """A rank's life: join the others, then do what the pool's owner asks until told to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the owner, which ends us
     threading.Thread(target=_end_with_owner, daemon=True).start()
+    multiprocessing.current_process().daemon = False  # a daemon must not have children; a DataLoader has
+    connection.send(("done", _outcome(_join, (settings,), connection)))
+    while (message := _next_message(connection)) is not None:
+        outcome = message if isinstance(message, RankFailed) else _outcome(*message, connection)
+        try:
+            connection.send(("done", outcome))
+        except Exception as error:  # it does not pickle; nothing has been sent
+            connection.send(("done", RankFailed(f"rank {settings.rank}: its result cannot be sent: {error}")))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(settings: _Settings) -> None:
+    """Become a rank of `torch.distributed`."""
     torch.set_num_threads(settings.threads)
     env.declare_node(settings.node)
     env.use_loopback()
     store = dist.TCPStore("127.0.0.1", settings.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
     dist.init_process_group("gloo", store=store, rank=settings.rank, world_size=settings.num_ranks)
-    connection.send(("done", None))
-    while (message := connection.recv()) is not None:
-        fn, args = message
-        outcome = _outcome(fn, args, connection)
-        try:
-            connection.send(("done", outcome))
-        except Exception as error:  # it does not pickle; nothing has been sent
-            connection.send(("done", RankFailed(f"rank {settings.rank}: its result cannot be sent: {error}")))
-    dist.destroy_process_group()
+
+
+def _next_message(connection: Connection) -> Any:
+    """What the owner wants next: (fn, args), None to end; or why it cannot be understood."""
+    try:
+        return connection.recv()
+    except EOFError:
+        return None
+    except Exception as error:
+        return RankFailed(f"{type(error).__name__}: {error}; {IMPORTABLE}")
 
 
 def _outcome(fn: Callable[..., Any], args: tuple, connection: Connection) -> object:

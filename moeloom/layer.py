@@ -23,7 +23,7 @@ from moeloom.backends.base import Backend, Handle, RowOrder
 from moeloom.config import Recipe
 from moeloom.experts import Experts
 from moeloom.meter import Meter
-from moeloom.pipeline import run_split
+from moeloom.pipeline import PIPELINES
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan
 from moeloom.types import Routing
@@ -59,13 +59,18 @@ class LayerCall:
         """Check, plan and run."""
         backend = self.backend()
         try:
-            checks.check_call(x, routing, self.placement, self.recipe, self.rank, self.max_tokens)
+            checks.check_shapes(x, routing, self.recipe, self.rank, self.max_tokens)
             experts.check(self.placement.num_local(self.rank), x.shape[1])
+            checks.check_weights(experts, self.recipe)
             plan = self.choose(x.shape[1], routing.num_topk)
+            if plan.pipeline == "decode":
+                checks.check_decode(x, routing, "batched", self.recipe, self.rank, self.max_tokens)
+            else:
+                checks.check_call(x, routing, self.placement, self.recipe, self.rank, self.max_tokens)
         except Exception as error:
             backend.refuse("dispatch", error)
             raise
-        return run_split(
+        return PIPELINES[plan.pipeline](
             backend, self.meter, x, routing, experts, placement=self.placement, recipe=self.recipe, plan=plan
         )
 
@@ -74,6 +79,7 @@ class LayerCall:
 
         Two dispatches over the handle (x again, and d_y), the experts' backward, two combines.
         """
+        checks.check_forward_only(self.recipe, True)
         backend = self.backend()
         with self.meter.stage("backward"):
             rows, d_rows = bring(backend, x, handle), bring(backend, d_y, handle)
@@ -119,12 +125,16 @@ def moe(
     down_bias: Tensor | None,
     call: int,
     keep: bool,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
 ) -> Tensor:
     """`LayerCall` number `call` on these tensors: `y [T, H]`. keep: leave the handle for `_save`, which follows at
-    once.
+    once. gate_up_scale, down_scale: `Experts.scales`.
     """
     this = _calls[call]
     experts = this.experts([gate_up, down, gate_up_bias, down_bias], [False] * 4)
+    if gate_up_scale is not None and down_scale is not None:
+        experts = replace(experts, scales=(gate_up_scale, down_scale))
     y, handle = this.forward(x, Routing(topk_idx, topk_weights), experts)
     this.handle = replace(handle, x=None) if keep else None  # autograd keeps x itself, or checkpointing drops it
     return y
@@ -167,7 +177,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    x, topk_idx, topk_weights, gate_up, down, gate_up_bias, down_bias, call, keep = inputs
+    x, topk_idx, topk_weights, gate_up, down, gate_up_bias, down_bias, call, keep, *_ = inputs
     ctx.save_for_backward(x, topk_idx, topk_weights, gate_up, down, gate_up_bias, down_bias)
     ctx.number, ctx.call, ctx.handle = call, None, None
     if keep:
@@ -187,7 +197,7 @@ def _backward(ctx: Any, d_y: Tensor) -> tuple:
         )
     d_x, d_topk_weights, *rest = grads
     found = iter(rest)
-    return d_x, None, d_topk_weights, *(next(found) if want else None for want in wanted), None, None
+    return d_x, None, d_topk_weights, *(next(found) if want else None for want in wanted), *[None] * 4
 
 
 moe.register_autograd(_backward, setup_context=_save)

@@ -25,14 +25,15 @@ ORDERS: tuple[Order, ...] = ("expert", "rank", "batched")
 class Layout:
     """The rows of one rank. All tensors int64.
 
-    num_rows: rows including padding. num_dropped: pairs beyond the capacity.
+    num_rows: rows including padding. num_dropped: pairs beyond the capacity (of a
+    `fixed_layout` a tensor `[]`).
     expert_start `[L + 1]`, num_tokens_per_expert `[L]`.
     pos_to_token, pos_to_topk `[num_rows]`; pos_to_topk is 0 for order "rank", whose rows serve all slots of a token.
     token_topk_to_pos `[M, K]` (order "rank": `[M, 1]`).
     """
 
     num_rows: int
-    num_dropped: int
+    num_dropped: int | Tensor
     expert_start: Tensor
     num_tokens_per_expert: Tensor
     pos_to_token: Tensor
@@ -163,3 +164,39 @@ def first_bad_id(topk_idx: Tensor, num_ids: int) -> tuple[int, int, int] | None:
         return None
     row, k = bad[0].tolist()
     return row, k, int(topk_idx[row, k])
+
+
+def fixed_layout(slot: Tensor, num_local: int, order: Order, alignment: int, capacity: int) -> Layout:
+    """Like `receive_layout` for orders "expert" and "batched", with shapes that depend on no value: nothing is read.
+
+    slot: `[N, K]`, -1 where a pair goes elsewhere or a token is padding. capacity: as in `receive_layout`.
+    """
+    num_topk, flat = slot.shape[1], slot.reshape(-1)
+    expert, pairs = torch.sort(torch.where(flat < 0, num_local, flat), stable=True)
+    count = torch.zeros(num_local + 1, dtype=torch.int64).scatter_add_(0, expert, torch.ones_like(expert))[:num_local]
+    first = torch.cat([count.cumsum(0) - count, torch.zeros(1, dtype=torch.int64)])
+    within = torch.arange(len(expert)) - first[expert]
+    if order == "batched":
+        expert_start = torch.arange(num_local + 1) * capacity
+        num_rows, room = num_local * capacity, torch.full_like(count, capacity)
+        fits = within < capacity
+    else:
+        expert_start = torch.cat([torch.zeros(1, dtype=torch.int64), align(count, alignment).cumsum(0)])
+        num_rows, room = capacity, capacity - expert_start[:-1]
+        fits = expert_start[expert] + within < capacity
+        expert_start = expert_start.clamp(max=capacity)
+    # what has no row goes to one behind the last
+    pos = torch.where((expert < num_local) & fits, expert_start[expert] + within, num_rows)
+    pos_to_pair = torch.full((num_rows + 1,), -1, dtype=torch.int64).scatter_(0, pos, pairs)[:num_rows]
+    token_topk_to_pos = torch.empty_like(flat).scatter_(0, pairs, torch.where(pos < num_rows, pos, -1))
+    kept = torch.minimum(count, room.clamp(min=0))
+    padding = pos_to_pair < 0
+    return Layout(
+        num_rows=num_rows,
+        num_dropped=count.sum() - kept.sum(),
+        expert_start=expert_start,
+        num_tokens_per_expert=kept,
+        pos_to_token=torch.where(padding, -1, pos_to_pair // num_topk),
+        pos_to_topk=torch.where(padding, -1, pos_to_pair % num_topk),
+        token_topk_to_pos=token_topk_to_pos.view(slot.shape),
+    )

@@ -146,7 +146,7 @@ class MoE(nn.Module):
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
         self.register_buffer("aux_loss", torch.zeros((), device=device), persistent=False)
         # a compiled graph can hold the number of a call, but not make one
-        recipes = [config.recipe] if config.recipe else list(RECIPES.values())
+        recipes = [config.recipe] if config.recipe else [r for r in RECIPES.values() if not r.quantized]
         self._numbers = {r.dtype: runtime.layer_call(self.experts(), r, None, None).number for r in recipes}
         self.reset_parameters()
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,17 +21,18 @@ from moeloom.autograd import Combine, differentiable_dispatch
 from moeloom.backends.base import Backend, Handle, RowOrder
 from moeloom.backends.cpu.backend import CpuBackend
 from moeloom.backends.peers import Peers
-from moeloom.config import FP32, Recipe, recipe_for
+from moeloom.config import FP8, FP32, Recipe, recipe_for
 from moeloom.errors import CapabilityError, MoeloomError
 from moeloom.experts import Experts
 from moeloom.layer import LayerCall
 from moeloom.layout import check_order
 from moeloom.meter import Meter, StageStats
+from moeloom.pipeline import dispatch_rows
 from moeloom.placement import Placement
-from moeloom.plan.plan import Plan, Problem
+from moeloom.plan.plan import Phase, Plan, Problem
 from moeloom.plan.planner import choose
 from moeloom.topology import Topology
-from moeloom.types import Order, Overflow, Received, Routing
+from moeloom.types import Order, Overflow, Quantized, Received, Routing
 
 log = logging.getLogger("moeloom")
 BACKENDS = ("auto", "cpu")
@@ -111,13 +112,20 @@ class Runtime:
             grad = torch.is_grad_enabled() and any(
                 tensor is not None and tensor.requires_grad for tensor in (x, routing.topk_weights, *tensors)
             )
+            with self.refusing("dispatch"):
+                checks.check_forward_only(recipe, grad)
+            if grad and plan is not None and plan.pipeline == "decode":
+                with self.refusing("dispatch"):
+                    checks.check_no_gradient(x, routing.topk_weights, *tensors)
             keep = grad and not torch.compiler.is_compiling()
-            y = torch.ops.moeloom.moe(x, routing.topk_idx, routing.topk_weights, *tensors, call.number, keep)
+            y = torch.ops.moeloom.moe(
+                x, routing.topk_idx, routing.topk_weights, *tensors, call.number, keep, *experts.scales or ()
+            )
             return y if out is None else out.copy_(y)
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         routing: Routing | Handle,
         placement: Placement | int | None = None,
         *,
@@ -126,21 +134,31 @@ class Runtime:
         capacity: int | None = None,
         overflow: Overflow = "error",
         plan: Plan | None = None,
-    ) -> tuple[Received, Handle]:
-        """Bring each token's row to the ranks of its experts.
+        async_op: bool = False,
+    ) -> Any:
+        """Bring each token's row to the ranks of its experts: `(Received, Handle)`.
 
-        x: `[T, H]`, any dtype of a recipe. routing: a Routing, or the Handle of an earlier dispatch to send another
-        payload over the same routing (its order and placement then hold). placement: a Placement, or the number of
+        x: `[T, H]`, any dtype of a recipe, or such rows quantised (`moeloom.quantize.quantize`): values and scales then
+        travel, and `Received.scales` is there. routing: a Routing, or the Handle of an earlier dispatch to send another
+        payload over the same routing (its order and placement then hold). placement: a Placement, or a number of
         experts for an even one.
         order: see `Received`. alignment: each expert's rows start at a multiple of it. capacity: fixed number of rows
         (per expert for "batched"); overflow: "error", or "drop" what does not fit and count it.
+        plan: `Plan("decode", ...)` gives shapes fixed by max_tokens, reads no value and has no gradient; what is wrong
+        with ids or capacity is then found by a later call; an expert has room for one row per token of all ranks unless
+        capacity says otherwise ("batched"). async_op: only send; the Pending's `wait()` receives.
         Differentiable in x and, with a Routing, in its weights: `Received.topk_weights` carries their gradient.
         """
+        if plan is not None and plan.pipeline == "decode":
+            return self._begin_dispatch(
+                x, routing, placement, RowOrder(order, alignment, capacity, overflow), plan, async_op
+            )
         with self.refusing("dispatch"):
-            checks.check_rows(x, None, "x")
+            given = checks.check_given(x, None)
+            checks.check_async(async_op, "split")
             if isinstance(routing, Handle):
                 checks.check_handle(routing, self._open())
-                checks.check_payload(x, routing)
+                checks.check_payload(given, routing)
                 placed, rows, exchange = routing.placement, routing.rows, routing.exchange
             else:
                 if placement is None:
@@ -148,14 +166,14 @@ class Runtime:
                 check_order(order, alignment, capacity)
                 checks.check_overflow(overflow)
                 placed, rows = self._placement(placement, 0), RowOrder(order, alignment, capacity, overflow)
-                recipe = recipe_for(x.dtype)
+                recipe = FP8 if isinstance(x, Quantized) else recipe_for(x.dtype)
                 checks.check_call(x, routing, placed, recipe, self.rank, self.max_tokens)
-                plan = plan or self._choose(x.shape[1], routing.num_topk, placed, recipe)
+                plan = plan or self._choose(given.shape[1], routing.num_topk, placed, recipe)
                 exchange = plan.exchange
 
         def run() -> tuple[Received, Handle]:
             with self._meter.stage("dispatch"):
-                return self._open().dispatch(x, routing, placed, rows, exchange)
+                return dispatch_rows(self._open(), x, routing, placed, rows, exchange)
 
         return differentiable_dispatch(self._open(), x, routing, run)
 
@@ -167,12 +185,14 @@ class Runtime:
         weighted: bool,
         recipe: Recipe | None = None,
         out: Tensor | None = None,
-    ) -> Tensor:
+        async_op: bool = False,
+    ) -> Any:
         """Bring rows back to their tokens and sum them: `[T, H]`.
 
         rows: shaped like the `Received.rows` of handle's dispatch; what padding rows hold does not matter.
         weighted: multiply by the router weights here (rows of a foreign expert function); False if the rows have been
         weighted already, as `moe`'s experts do. recipe: None takes the one of rows' dtype, with reduction per_rank.
+        async_op: of a dispatch by the decode pipeline: only send, and return a Pending whose `wait()` gives the sums.
         Differentiable in rows and, where they are used here, in the router weights of the handle.
         """
         with _poisoned_on_failure(out):
@@ -181,16 +201,57 @@ class Runtime:
                 checks.check_handle(handle, self._open())
                 flat = checks.check_combine(rows, handle, recipe, weighted)
                 checks.check_out(out, flat.new_empty((handle.num_tokens, flat.shape[1]), device="meta"))
+                checks.check_async(async_op, handle.pipeline)
+                if handle.pipeline == "decode":
+                    checks.check_no_gradient(rows)
             with self._meter.stage("combine"):
+                if handle.pipeline == "decode":
+                    pending = self._open().begin_combine(flat, handle, recipe, weighted)
+                    if async_op:
+                        return pending
+                    y = pending.wait()
+                    return y if out is None else out.copy_(y)
                 weights = handle.routing.topk_weights
                 y = Combine.apply(flat, weights, handle.x, self._open(), handle, recipe, weighted)
             return y if out is None else out.copy_(y)
 
+    def _begin_dispatch(
+        self,
+        x: Tensor,
+        routing: Routing | Handle,
+        placement: Placement | int | None,
+        rows: RowOrder,
+        plan: Plan,
+        async_op: bool,
+    ) -> Any:
+        """`dispatch` by the decode pipeline."""
+        with self.refusing("dispatch"):
+            checks.check_rows(x, None, "x")
+            if isinstance(routing, Handle):
+                checks.check_handle(routing, self._open())
+                placement, rows, routing = routing.placement, routing.rows, routing.routing
+            if placement is None:
+                raise ValueError("placement is None; pass a Placement, or the number of experts")
+            check_order(rows.order, rows.alignment, rows.capacity)
+            checks.check_overflow(rows.overflow)
+            checks.check_decode(x, routing, rows.order, recipe_for(x.dtype), self.rank, self.max_tokens)
+            placed = self._placement(placement, 0)
+        with self._meter.stage("dispatch"):
+            pending = self._open().begin_dispatch(x, routing, placed, rows, plan.exchange)
+            return pending if async_op else pending.wait()
+
     def plan(
-        self, *, hidden: int, num_experts: int, num_topk: int, num_tokens: int | None = None, recipe: Recipe = FP32
+        self,
+        *,
+        hidden: int,
+        num_experts: int,
+        num_topk: int,
+        num_tokens: int | None = None,
+        recipe: Recipe = FP32,
+        phase: Phase = "prefill",
     ) -> Plan:
-        """What `moe` would run for such a problem; `.explain()` says why."""
-        return choose(Problem(num_tokens, hidden, num_experts, num_topk, recipe), self.topology)
+        """What `moe` would run for such a problem; `.explain()` says why. Phase "decode" gives the decode pipeline."""
+        return choose(Problem(num_tokens, hidden, num_experts, num_topk, recipe, phase), self.topology)
 
     def stats(self) -> dict[str, StageStats]:
         """Per stage: calls, seconds, bytes on each link and rows, on this rank, since construction."""
@@ -251,7 +312,7 @@ class Runtime:
                 return plan or self._choose(hidden, num_topk, placement, recipe, tokens_hint)
 
             none = torch.empty(0)
-            like = replace(experts, gate_up=none, down=none, gate_up_bias=None, down_bias=None)
+            like = replace(experts, gate_up=none, down=none, gate_up_bias=None, down_bias=None, scales=None)
             self._calls[key] = LayerCall(
                 self._open, self._meter, choose_plan, like, placement, recipe, self.rank, self.max_tokens
             )

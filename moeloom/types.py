@@ -7,7 +7,7 @@ Shape letters, used everywhere: `T` tokens on this rank, `K` top-k, `E` experts,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -15,6 +15,17 @@ Order = Literal["expert", "rank", "batched"]
 Overflow = Literal["error", "drop"]
 ExchangeName = Literal["direct", "hybrid"]
 ReductionName = Literal["per_rank", "per_slot"]
+
+
+class Quantized(NamedTuple):
+    """Numbers as small values and the scales that these are multiplied with; see `moeloom.quantize`.
+
+    values: `[..., H]` float8_e4m3fn. scales: fp32, `[..., ceil(H/128)]` for rows, `[ceil(N/128), ceil(K/128)]` for a
+    weight `[N, K]`.
+    """
+
+    values: Tensor
+    scales: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +63,8 @@ class Received:
     expert_start: `[L + 1]` int64, where each local expert's rows begin ("rank": zeros).
     num_tokens_per_expert: `[L]` int64, rows without padding (and without dropped ones).
     num_dropped: `[]` int64, (token, slot) pairs left out for want of capacity.
+    scales: of quantised rows, which are then float8_e4m3fn: fp32, shaped like rows but `ceil(H/128)` last; zeros in
+    padding rows.
     """
 
     rows: Tensor
@@ -61,3 +74,4 @@ class Received:
     num_tokens_per_expert: Tensor
     num_dropped: Tensor
     order: Order
+    scales: Tensor | None = None

@@ -26,6 +26,7 @@ LAYERS: tuple[set[str], ...] = (
         "reference",
         "experts",
         "expert_layout",
+        "quantize",
     },
     {"plan"},
     {"backends"},
@@ -37,7 +38,7 @@ LAYERS: tuple[set[str], ...] = (
 # within one layer nothing imports its neighbours, but for these
 NEIGHBOURS = {
     "models": {"route", "activation"},
-    "experts": {"activation", "placement"},
+    "experts": {"activation", "placement", "quantize"},
     "expert_layout": {"experts"},
     "config": {"types"},
     "pipeline": {"meter"},

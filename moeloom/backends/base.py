@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ class Handle:
     layout: Layout
     x: Tensor | None
     paths: Any
+    pipeline: str = "split"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +59,21 @@ class ExpertGrads:
     rows: Tensor
     row_weights: Tensor
     weights: dict[str, Tensor]
+
+
+@dataclass(eq=False)
+class Pending:
+    """An operation whose send half is done. `wait` is its receive half; in `hybrid` all ranks wait in equal order."""
+
+    receive: Callable[[], Any]
+    is_done: bool = False
+    result: Any = None
+
+    def wait(self) -> Any:
+        """What the operation returns; the same again if called again."""
+        if not self.is_done:
+            self.result, self.is_done = self.receive(), True
+        return self.result
 
 
 @dataclass
@@ -87,6 +104,17 @@ class Backend(Protocol):
 
     def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True) -> Tensor:
         """Bring the expert rows back and sum them: `[T, H]`. identity: add what identity experts return."""
+
+    def begin_dispatch(
+        self, x: Tensor, routing: Routing, placement: Placement, rows: RowOrder, exchange: ExchangeName
+    ) -> Pending:
+        """The send half of a dispatch of fixed shapes (pipeline "decode"). `wait` gives `(Received, Handle)`."""
+
+    def decode_experts(self, received: Received, experts: Experts, recipe: Recipe) -> Tensor:
+        """`experts` on rows of fixed shapes, no count read by the host."""
+
+    def begin_combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Pending:
+        """The send half of the combine of such a dispatch. `wait` gives `[T, H]`."""
 
     def refuse(self, kind: str, error: Exception) -> None:
         """Take part in operation `kind` by telling the other ranks why this rank cannot."""

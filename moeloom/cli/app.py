@@ -13,6 +13,8 @@ from rich.console import Console
 
 import moeloom
 from moeloom import env
+from moeloom.cli.doctor import examine, works
+from moeloom.cli.findings import as_json, print_findings
 from moeloom.cli.report import passed, print_report, progress_bar
 from moeloom.cli.run import ExchangeChoice, RecipeName, Report, Settings, Step, run_rank
 from moeloom.errors import MoeloomError
@@ -95,6 +97,23 @@ def run(
         _report_error(error, debug)
         raise typer.Exit(USAGE) from None
     raise typer.Exit(execute(settings, debug=debug))
+
+
+@app.command()
+def doctor(
+    ranks: Annotated[int, typer.Option(min=1, help="How many ranks you mean to run on this machine.")] = DEFAULT_RANKS,
+    as_json_text: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look at this machine: what is here, whether Runtimes work, and what to do if not.
+
+    Exit code 0 if Runtimes of several ranks work, 1 if not.
+    """
+    findings = examine(ranks)
+    if as_json_text:
+        typer.echo(as_json(findings))
+    else:
+        print_findings(Console(highlight=False), findings)
+    raise typer.Exit(0 if works(findings) else FAILED)
 
 
 def join_launcher(ranks: int | None) -> int:

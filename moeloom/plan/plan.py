@@ -8,8 +8,10 @@ from typing import Literal
 from moeloom.config import Recipe
 from moeloom.types import ExchangeName
 
-PipelineName = Literal["split"]
-PIPELINES: tuple[PipelineName, ...] = ("split",)
+Phase = Literal["train", "prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
+PipelineName = Literal["split", "decode"]
+PIPELINES: tuple[PipelineName, ...] = ("split", "decode")
 EXCHANGES: tuple[ExchangeName, ...] = ("direct", "hybrid")
 
 
@@ -22,6 +24,7 @@ class Problem:
     num_experts: int
     num_topk: int
     recipe: Recipe
+    phase: Phase = "prefill"
 
     def __str__(self) -> str:
         tokens = "any number of" if self.num_tokens is None else str(self.num_tokens)

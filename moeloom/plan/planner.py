@@ -5,7 +5,8 @@ The numbers below stand for any machine: they decide between two exchanges, not 
 
 from __future__ import annotations
 
-from moeloom.plan.plan import Candidate, Plan, Problem
+from moeloom.plan.plan import PHASES, Candidate, PipelineName, Plan, Problem
+from moeloom.quantize import record_bytes
 from moeloom.topology import Topology
 from moeloom.types import ExchangeName
 
@@ -20,8 +21,10 @@ UNKNOWN_TOKENS = 4096  # a training or prefill batch
 def choose(problem: Problem, topology: Topology) -> Plan:
     """The exchange with the least expected communication time; a pure function of what all ranks share."""
     candidates = tuple(_candidate(problem, topology, exchange) for exchange in ("direct", "hybrid"))
+    if problem.phase not in PHASES:
+        raise ValueError(f"phase is {problem.phase!r}; allowed: {', '.join(PHASES)}")
     if topology.num_nodes == 1:
-        return Plan("split", "direct", "one node: nothing to forward", candidates[:1])
+        return Plan(candidates[0].pipeline, "direct", "one node: nothing to forward", candidates[:1])
     best = min(candidates, key=lambda candidate: candidate.microseconds)
     reason = "least expected communication time" + ("" if problem.num_tokens is not None else ", tokens unknown")
     return Plan(best.pipeline, best.exchange, reason, candidates)
@@ -37,7 +40,8 @@ def reached(num_domains: float, share: float, num_topk: int) -> float:
 
 def _candidate(problem: Problem, topology: Topology, exchange: ExchangeName) -> Candidate:
     tokens = UNKNOWN_TOKENS if problem.num_tokens is None else problem.num_tokens
-    row = problem.hidden * problem.recipe.dtype.itemsize
+    back = problem.hidden * problem.recipe.dtype.itemsize
+    there = record_bytes(problem.hidden) if problem.recipe.quantized else back
     ranks, nodes = topology.num_ranks, topology.num_nodes
     per_node = ranks / nodes
     remote_ranks = reached(ranks - per_node, 1 / ranks, problem.num_topk)
@@ -51,8 +55,9 @@ def _candidate(problem: Problem, topology: Topology, exchange: ExchangeName) -> 
         out, up, messages, hops = remote_nodes, local_ranks + remote_ranks * (1 - 1 / per_node), nodes - 1, 2
         note = "one row per node, then forwarded"
     # both ways: dispatch and combine
-    scale_out, scale_up = (2 * tokens * row * rows for rows in (out, up))
+    scale_out, scale_up = (tokens * (there + back) * rows for rows in (out, up))
     posted = min(messages, tokens * problem.num_topk)  # a few tokens need few receivers
     latency = 2 * (MESSAGE_US * min(messages, 1) + HOP_US * hops + POST_US * posted)
     microseconds = scale_out / SCALE_OUT_BYTES_PER_US + scale_up / SCALE_UP_BYTES_PER_US + latency
-    return Candidate("split", exchange, scale_out, scale_up, microseconds, note)
+    pipeline: PipelineName = "decode" if problem.phase == "decode" else "split"
+    return Candidate(pipeline, exchange, scale_out, scale_up, microseconds, note)

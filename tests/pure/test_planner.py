@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moeloom import BF16, FP32, RECIPES, Plan, Recipe, Topology
+from moeloom import BF16, FP8, FP32, RECIPES, Plan, Recipe, Topology
 from moeloom.config import recipe_for
 from moeloom.plan.plan import Problem
 from moeloom.plan.planner import choose, reached
@@ -110,7 +110,7 @@ def test_a_problem_says_what_it_is() -> None:
 
 
 def test_recipes() -> None:
-    assert RECIPES == {"fp32": FP32, "bf16": BF16}
+    assert RECIPES == {"fp32": FP32, "bf16": BF16, "fp8": FP8}
     assert recipe_for(torch.float32) is FP32 and recipe_for(torch.bfloat16) is BF16
     assert FP32.reduction == BF16.reduction == "per_rank"
     other = BF16.with_reduction("per_slot")

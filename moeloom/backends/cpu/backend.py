@@ -8,10 +8,11 @@ import sys
 from torch import Tensor
 from torch.distributed import Store
 
-from moeloom.backends.base import ExpertGrads, Handle, RowOrder, Traffic
+from moeloom.backends.base import ExpertGrads, Handle, Pending, RowOrder, Traffic
 from moeloom.backends.cpu.buffers import SymmetricBuffer
 from moeloom.backends.cpu.combine import combine
 from moeloom.backends.cpu.control import Control
+from moeloom.backends.cpu.decode import Decode, begin_combine, begin_dispatch, decode_experts
 from moeloom.backends.cpu.dispatch import dispatch
 from moeloom.backends.cpu.experts import experts, experts_backward
 from moeloom.backends.cpu.shared_memory import SharedFile
@@ -49,6 +50,7 @@ class CpuBackend:
             self.wire = self.control.wire = Wire(store, self.control, peers.timeout)
             peers.gather("connected", {})  # a rank that closed before would break the connecting of the others
         self.buffer = SymmetricBuffer(self.control)
+        self.decode = Decode(self)
 
     def dispatch(
         self, x: Tensor, routing: Routing | Handle, placement: Placement, rows: RowOrder, exchange: ExchangeName
@@ -68,6 +70,20 @@ class CpuBackend:
         """See `Backend.combine`."""
         return combine(self, rows, handle, recipe, weighted, identity)
 
+    def begin_dispatch(
+        self, x: Tensor, routing: Routing, placement: Placement, rows: RowOrder, exchange: ExchangeName
+    ) -> Pending:
+        """See `Backend.begin_dispatch`."""
+        return begin_dispatch(self, x, routing, placement, rows, exchange)
+
+    def decode_experts(self, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
+        """See `Backend.decode_experts`."""
+        return decode_experts(self, received, weights, recipe)
+
+    def begin_combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Pending:
+        """See `Backend.begin_combine`."""
+        return begin_combine(self, rows, handle, recipe, weighted)
+
     def refuse(self, kind: str, error: Exception) -> None:
         """See `Backend.refuse`. Raises the error on this rank."""
         with self.control.operation(kind):
@@ -75,11 +91,12 @@ class CpuBackend:
 
     def symmetric_bytes(self) -> int:
         """See `Backend.symmetric_bytes`."""
-        return self.buffer.bytes_per_rank
+        return self.buffer.bytes_per_rank + sum(buffer.bytes_per_rank for buffer in self.decode.buffers)
 
     def close(self) -> None:
         """See `Backend.close`."""
         self.buffer.close()
+        self.decode.close()
         if self.wire is not None:
             self.wire.close()
             self.wire = self.control.wire = None

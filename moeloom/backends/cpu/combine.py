@@ -40,7 +40,7 @@ def combine(cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe, weigh
         y = rows.new_empty(handle.num_tokens, rows.shape[1])
         for tile, total in tiles:
             if identity and handle.x is not None:
-                _add_identity(total, handle.x[tile].float(), handle, tile, recipe)
+                add_identity(total, handle.x[tile].float(), handle, tile, recipe)
             y[tile] = total
         return y
 
@@ -180,7 +180,7 @@ def _local_sums(rows: Tensor, handle: Handle, weighted: bool) -> Tiles:
     return summed_tiles(rows, pack_left(pos, kept), weights)
 
 
-def _add_identity(total: Tensor, x: Tensor, handle: Handle, tile: slice, recipe: Recipe) -> None:
+def add_identity(total: Tensor, x: Tensor, handle: Handle, tile: slice, recipe: Recipe) -> None:
     """Add the identity experts' term, last: their rows (rounded like any expert's) summed in slot order."""
     topk_idx, weights = handle.routing.topk_idx[tile], handle.routing.topk_weights[tile]
     identity = handle.placement.is_identity(topk_idx)

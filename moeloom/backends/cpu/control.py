@@ -82,6 +82,22 @@ class Control:
                 self._tell(error)
             raise
 
+    @contextmanager
+    def resumed(self, kind: str, number: int) -> Iterator[None]:
+        """The second half of an operation whose first half ended without waiting; others may have begun since."""
+        if self.failure is not None:
+            raise from_record(self.failure)
+        now = self.kind, self.number, self._shown
+        self.kind, self.number, self._shown = kind, number, True
+        try:
+            yield
+        except BaseException as error:
+            if self.failure is None and self.peers.num_ranks > 1:
+                self._tell(error)
+            raise
+        finally:
+            self.kind, self.number, self._shown = now
+
     def _tell(self, error: BaseException) -> None:
         """Tell why this rank leaves the operation: with the record it still owes, or out of band if that has been
         shown.
@@ -119,13 +135,21 @@ class Control:
 
     def meet(self, phase: str) -> None:
         """Announce what this rank has written and wait for the other ranks of the node."""
+        self.await_others(self.announce(), phase)
+
+    def announce(self) -> int:
+        """The first half of `meet`: announce what this rank has written. Returns what `await_others` waits for."""
+        self._meetings += 1
+        if len(self.local_ranks) > 1:
+            publish(self._words, self.local_ranks.index(self.peers.rank) * self._slot_words, self._meetings)
+        return self._meetings
+
+    def await_others(self, meeting: int, phase: str) -> None:
+        """The second half of `meet`: wait until every rank of the node has announced as much."""
         if len(self.local_ranks) == 1:
             return
-        self._meetings += 1
-        target, words, stride = self._meetings, self._words, self._slot_words
-        publish(words, self.local_ranks.index(self.peers.rank) * stride, target)
-        slots = range(0, len(self.local_ranks) * stride, stride)
-        self.wait(lambda: all(words[slot] >= target for slot in slots), phase)
+        words, slots = self._words, range(0, len(self.local_ranks) * self._slot_words, self._slot_words)
+        self.wait(lambda: all(words[slot] >= meeting for slot in slots), phase)
 
     def wait(self, ready: Callable[[], bool], phase: str) -> None:
         """Poll until `ready()`, backing off; raise what another rank reports, or `PeerTimeout` at the deadline."""

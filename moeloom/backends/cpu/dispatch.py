@@ -63,12 +63,14 @@ def _exchange_routing(
     regions = dispatch_regions(space, x.shape[1], num_topk, x.dtype.itemsize)
     cpu.buffer.ensure(regions)
     region = cpu.buffer.view(regions, "routing", torch.int32)
-    places = spread(cpu, _pack(topk_idx, routing.topk_weights), region, space, messages)
+    places = spread(cpu, pack_routing(topk_idx, routing.topk_weights), region, space, messages)
     table = blocks(cpu, space, tokens_of_rank, sent, exchange)
     count = table[:, 1]
     source = torch.repeat_interleave(count)
     row = torch.arange(len(source)) + (table[:, 0] - (count.cumsum(0) - count))[source]
-    token, topk_idx, weights = _unpack(gather_rows(places, row, places[0].new_empty(len(row), routing_words(num_topk))))
+    token, topk_idx, weights = unpack_routing(
+        gather_rows(places, row, places[0].new_empty(len(row), routing_words(num_topk)))
+    )
     ranks, slot = placement.locate(topk_idx, source, token)
     slot = torch.where(ranks == cpu.rank, slot, -1)
     here = (slot >= 0).any(1).nonzero().squeeze(1)
@@ -145,14 +147,14 @@ def _payload(x: Tensor) -> dict:
     return {"hidden": x.shape[1], "dtype": str(x.dtype)}
 
 
-def _pack(topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
+def pack_routing(topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
     """A token's routing as int32 words: its row, its ids, the bits of its weights."""
     token = torch.arange(len(topk_idx), dtype=torch.int32).unsqueeze(1)
     return torch.cat([token, topk_idx.int(), topk_weights.contiguous().view(torch.int32)], dim=1)
 
 
-def _unpack(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row, ids (int64) and weights (fp32) from `_pack`'s words."""
+def unpack_routing(words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, ids (int64) and weights (fp32) from `pack_routing`'s words."""
     num_topk = words.shape[1] // 2
     weights = words[:, 1 + num_topk :].contiguous().view(torch.float32)
     return words[:, 0].long(), words[:, 1 : 1 + num_topk].long(), weights

@@ -11,7 +11,9 @@ from torch.nn import functional
 
 from moeloom.backends.base import ExpertGrads
 from moeloom.config import Recipe
+from moeloom.errors import CapabilityError
 from moeloom.experts import Experts
+from moeloom.quantize import dequantize, quantize
 from moeloom.types import Received
 
 if TYPE_CHECKING:
@@ -28,14 +30,15 @@ def experts(cpu: CpuBackend, received: Received, weights: Experts, recipe: Recip
     Beside the result this needs one expert's weights in fp32 (if they are not fp32 already) and one tile of rows.
     """
     rows, row_weights = received.rows.view(-1, received.rows.shape[-1]), received.topk_weights.reshape(-1)
-    out = torch.empty_like(rows)
+    scales = None if received.scales is None else received.scales.view(len(rows), -1)
+    out = rows.new_empty(rows.shape, dtype=recipe.dtype)
     for slot, begin, end, stop in _runs(received):
         out[end:stop] = 0
         expert = None  # let go of the last one's fp32 weights before the next are made
         for first in range(begin, end, TILE_ROWS):
-            expert = expert or _Expert(weights, slot, recipe)
+            expert = expert or Expert(weights, slot, recipe)
             tile = slice(first, min(first + TILE_ROWS, end))
-            out[tile] = expert(rows[tile], row_weights[tile])
+            out[tile] = expert(rows[tile], row_weights[tile], None if scales is None else scales[tile])
     return out.view(received.rows.shape)
 
 
@@ -43,6 +46,8 @@ def experts_backward(
     cpu: CpuBackend, received: Received, d_out: Tensor, weights: Experts, recipe: Recipe
 ) -> ExpertGrads:
     """See `Backend.experts_backward`. Recomputes each expert's forward from its rows, one tile at a time."""
+    if recipe.quantized:
+        raise CapabilityError(f"recipe {recipe.name} is forward only; train in bf16 or fp32")
     rows, row_weights = received.rows.view(-1, received.rows.shape[-1]), received.topk_weights.reshape(-1)
     d_rows, d_row_weights = torch.zeros_like(rows), torch.zeros_like(row_weights)
     grads = ExpertGrads(d_rows, d_row_weights, weights.zero_grads())
@@ -50,7 +55,7 @@ def experts_backward(
     for slot, begin, end, _ in _runs(received):
         expert = None
         for first in range(begin, end, BACKWARD_ROWS):
-            expert = expert or _Expert(weights, slot, recipe, differentiable=True)
+            expert = expert or Expert(weights, slot, recipe, differentiable=True)
             tile = slice(first, min(first + BACKWARD_ROWS, end))
             inputs = [rows[tile].float().requires_grad_(), row_weights[tile].clone().requires_grad_()]
             with torch.enable_grad():
@@ -75,30 +80,40 @@ def _runs(received: Received) -> Iterator[tuple[int, int, int, int]]:
     yield -1, starts[-1], starts[-1], total
 
 
-class _Expert:
+class Expert:
     """One expert, its weights in fp32. differentiable: those that require a gradient are leaves, listed in `wanted`."""
 
     def __init__(self, weights: Experts, slot: int, recipe: Recipe, differentiable: bool = False) -> None:
         self.experts, self.recipe = weights, recipe
-        self.weights = {name: tensor[slot].detach().float() for name, tensor in weights.tensors().items()}
+        tensors = weights.tensors()
+        self.weights: dict[str, Tensor] = {}
+        if recipe.quantized:
+            self.weights["gate_up"], self.weights["down"] = weights.rounded(slot)
+        for name in tensors.keys() - self.weights.keys():
+            self.weights[name] = tensors[name][slot].detach().float()
         self.wanted: dict[str, Tensor] = {}
         if differentiable:
-            for name, tensor in weights.tensors().items():
+            for name, tensor in tensors.items():
                 if tensor.requires_grad:
                     self.wanted[name] = self.weights[name].requires_grad_()
 
-    def __call__(self, rows: Tensor, row_weights: Tensor) -> Tensor:
-        """`rows [n, H]`, `row_weights [n]` -> `[n, H]` fp32, not yet rounded."""
-        dtype, on_input = self.recipe.dtype, self.experts.weight_on_input
+    def __call__(self, rows: Tensor, row_weights: Tensor, scales: Tensor | None = None) -> Tensor:
+        """`rows [n, H]`, `row_weights [n]` -> `[n, H]` fp32, not yet rounded. scales: of quantised rows."""
+        on_input = self.experts.weight_on_input
         weight = row_weights.unsqueeze(1)
-        x = rows.float()
-        if on_input:
-            x = (x * weight).to(dtype).float()
+        if scales is not None:
+            x = dequantize(rows, scales * weight if on_input else scales)
+        else:
+            x = self._operand(rows.float() * weight) if on_input else rows.float()
         product = self._matmul(x, "gate_up")
         hidden = self.experts.activation(*self.experts.split_gate_up(product))
         if not on_input:
             hidden = hidden * weight
-        return self._matmul(hidden.to(dtype).float(), "down", None if on_input else weight)
+        return self._matmul(self._operand(hidden), "down", None if on_input else weight)
+
+    def _operand(self, rows: Tensor) -> Tensor:
+        """fp32 rows as a product takes them: rounded as the recipe says, in fp32."""
+        return dequantize(*quantize(rows)) if self.recipe.quantized else rows.to(self.recipe.dtype).float()
 
     def _matmul(self, rows: Tensor, name: str, bias_weight: Tensor | None = None) -> Tensor:
         """`rows @ weight.T + bias`."""

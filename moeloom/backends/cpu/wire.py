@@ -33,18 +33,23 @@ class Wire:
         except RuntimeError as error:
             control.fail("connecting the nodes", _first_line(error))
         self._works: list[Work] = []  # begun, and not seen to end
+        self._records: list[Work] = []  # of these, records that were sent without waiting
 
     def exchange(self, rows: Tensor, sent: list[int], received: list[int], phase: str, out: Tensor) -> None:
         """Send `rows [sum(sent), ...]`, grouped by destination rank; fill `out [sum(received), ...]` by source rank."""
-        self._finish(self._start(out, rows, received, sent), phase)
+        self.finish(self.begin(rows, sent, received, out), phase)
+
+    def begin(self, rows: Tensor, sent: list[int], received: list[int], out: Tensor) -> Work:
+        """`exchange`, begun; `out` is filled when `finish` returns."""
+        return self._start(out, rows, received, sent)
 
     def gather(self, record: bytes, width: int, wait: bool) -> list[bytes]:
         """Every rank's record of at most `width` bytes. Without `wait` it is only sent, as long as it is the only one.
 
         An all-to-all of copies: with four ranks on two cores gloo's ring all-gather takes four times as long.
         """
-        for earlier in list(self._works):
-            self._finish(earlier, "agreement")
+        while self._records:
+            self.finish(self._records.pop(), "agreement")
         line = torch.zeros(WORD_BYTES + width, dtype=torch.uint8)
         line[:WORD_BYTES].view(torch.int64)[0] = len(record)
         line[WORD_BYTES : WORD_BYTES + len(record)] = torch.frombuffer(bytearray(record), dtype=torch.uint8)
@@ -53,8 +58,9 @@ class Wire:
         ones = [1] * self._num_ranks
         work = self._start(table, lines, ones, ones)
         if not wait:
+            self._records.append(work)
             return []
-        self._finish(work, "agreement")
+        self.finish(work, "agreement")
         lengths = table[:, :WORD_BYTES].contiguous().view(torch.int64)[:, 0].tolist()
         return [bytes(row[WORD_BYTES : WORD_BYTES + n].tolist()) for row, n in zip(table, lengths, strict=True)]
 
@@ -75,7 +81,8 @@ class Wire:
             self._control.fail("start of an exchange", _first_line(error))
         return self._works[-1]
 
-    def _finish(self, work: Work, phase: str) -> None:
+    def finish(self, work: Work, phase: str) -> None:
+        """Wait for what was begun."""
         self._control.wait(work.is_completed, phase)
         self._works.remove(work)
         try:
