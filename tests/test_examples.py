@@ -32,6 +32,10 @@ def test_forward() -> None:
     assert len(lines) == 3 and sum(rows) == 3 * 16 * 8
 
 
+def test_decode_loop() -> None:
+    assert "buffers grown by 0 bytes" in start("decode_loop.py", "--ranks", "2", "--steps", "20")
+
+
 def test_train_writes_a_picture(tmp_path: Path) -> None:
     if util.find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed")
