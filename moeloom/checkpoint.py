@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,15 @@ from moeloom.errors import CapabilityError, MoeloomError
 from moeloom.expert_layout import ExpertLayout, find_layout, reorder_gate_up
 from moeloom.experts import Experts
 from moeloom.placement import Placement
+from moeloom.quantize import GROUP, num_groups
+from moeloom.stored import DTYPES, FP8, MXFP4, MXFP4_BLOCKS, Stored, find_stored, is_stored, plain, refuse_other_formats
+from moeloom.types import Quantized
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _METADATA = "moeloom"
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_QUANTISED = ("_scale_inv", "_scale", "_scales", "_blocks", "_packed", "_scale_2")
-"""What follows the name of a weight where quantised checkpoints keep scales or codes."""
 _SWIGLU = SwiGLU()
+_Views = Mapping[tuple[str, int], Stored]
 
 
 def load_experts(
@@ -55,13 +57,15 @@ def load_experts(
     folder: with model.safetensors or else, as in transformers, model.safetensors.index.json and the files it names.
     layout: a key of `moeloom.expert_layout.LAYOUTS`, or one of your own. The order of gate and up is kept
         (`Experts.gate_up_order`).
-    dtype: what to convert to; None: as stored.
+    dtype: what to convert to; None: as stored. FP8 with scales for blocks of 128 x 128 (DeepSeek-V3, MiniMax-M2, Qwen3)
+        and MXFP4 (gpt-oss) are dequantised; torch.float8_e4m3fn keeps FP8 as it is, with `Experts.scales`, and
+        quantises anything else.
     activation, weight_on_input: the model's, which no tensor tells: `find_model` has them, e.g.
         `find_model("gpt-oss-20b").activation`; Llama-4 needs `weight_on_input=True`.
 
     Raises ValueError for arguments that do not fit the checkpoint (a layer without experts, another number of experts,
     several stored dtypes and no dtype given), MoeloomError for a checkpoint that is broken (files or tensors that the
-    index names missing, wrong shapes) and CapabilityError for a quantised one.
+    index names missing, wrong shapes) and CapabilityError for one that is quantised in another way.
     """
     layout = find_layout(layout)
     slots = _slots_by_expert(placement, rank)
@@ -72,29 +76,26 @@ def load_experts(
         _check_names(checkpoint, layout, layer, placement.num_experts)
         # a rank without slots still needs the sizes, and every checkpoint has expert 0
         views = {
-            (part, expert): checkpoint.view(layout.name(part, layer, expert))
+            (part, expert): checkpoint.find(layout, part, layer, expert)
             for part in layout.patterns()
             for expert in slots or (0,)
         }
-        hidden, intermediate = _check_views(checkpoint, layout, views, layer, placement.num_experts)
-        tensors = _empty(layout, placement.num_local(rank), hidden, intermediate, dtype or _one_dtype(layer, views))
-        targets = {**tensors, "gate": tensors["gate_up"][:, :intermediate], "up": tensors["gate_up"][:, intermediate:]}
+        sizes = _check_views(checkpoint, layout, views, layer, placement.num_experts)
+        kept = _kept_dtype(layout, views, layer, dtype, sizes[1])
+        target = _Target.empty(layout, placement.num_local(rank), sizes, kept, _bias_dtype(views, kept))
         for (part, expert), view in views.items():
             if expert in slots:
                 # this refers to the mapped file: it must be copied, and is paged in only where it is copied
-                stored = view[expert] if layout.stacked else view[:]
+                stored = view.read(expert if layout.stacked else None)
                 for slot in slots[expert]:
-                    targets[part][slot].copy_(stored.mT if layout.transposed and stored.dim() == 2 else stored)
-    return Experts(
-        tensors["gate_up"],
-        tensors["down"],
+                    target.fill(part, slot, stored, layout.transposed)
+    experts = target.experts(
         activation=activation,
         gate_up_order=layout.gate_up_order,
-        gate_up_bias=tensors.get("gate_up_bias"),
-        down_bias=tensors.get("down_bias"),
         placement=placement,
         weight_on_input=weight_on_input,
     )
+    return experts.quantized() if dtype == torch.float8_e4m3fn else experts
 
 
 def save_experts(
@@ -109,6 +110,8 @@ def save_experts(
     layout = find_layout(layout)
     slots = _slots_by_expert(placement, rank)
     experts.check(placement.num_local(rank), experts.gate_up.shape[-1])
+    if experts.scales is not None:
+        raise CapabilityError("experts have scales; only unquantised ones can be saved: keep the checkpoint they are of")
     if (experts.down_bias is None) != (layout.down_bias is None):
         raise ValueError(
             "experts have "
@@ -211,6 +214,15 @@ class _Checkpoint:
         else:
             raise ValueError(f"folder is {folder}; it has neither {_SINGLE} nor {_INDEX}")
 
+    def file_of(self, stored: Stored) -> str:
+        """The file that has it."""
+        return self.files.get(stored.name) or self.files[stored.name + MXFP4_BLOCKS]
+
+    def find(self, layout: ExpertLayout, part: str, layer: int, expert: int) -> Stored:
+        """A tensor in whatever format it is stored; nothing of it is read."""
+        where, name = f"{self.folder}, layer {layer}", layout.name(part, layer, expert)
+        return find_stored(where, name, self.files, self.view, layout.transposed)
+
     def view(self, name: str) -> Any:
         """A tensor of which nothing is read before it is indexed."""
         file = self.files[name]
@@ -245,20 +257,15 @@ def _slots_by_expert(placement: Placement, rank: int) -> dict[int, list[int]]:
 
 
 def _check_names(checkpoint: _Checkpoint, layout: ExpertLayout, layer: int, num_experts: int) -> None:
-    """Raise unless the layer has this layout's tensors, unquantised, for exactly `num_experts` experts."""
+    """Raise unless the layer has this layout's tensors, in known formats, for exactly `num_experts` experts."""
     here, files = f"{checkpoint.folder}, layer {layer}", checkpoint.files
     count = 1 if layout.stacked else num_experts
     names = [layout.name(part, layer, expert) for expert in range(count) for part in layout.patterns()]
     for name in names:
-        for other in (*(name + suffix for suffix in _QUANTISED), name.removesuffix("weight") + "qweight"):
-            if other in files:
-                raise CapabilityError(
-                    f"{here}: {other} is of a quantised checkpoint; only {', '.join(_DTYPES)} "
-                    "weights can be loaded: convert it first"
-                )
-    lost = [name for name in names if name not in files]
+        refuse_other_formats(here, name, files)
+    lost = [name for name in names if not is_stored(name, files)]
     if len(lost) == len(names):
-        layers = [str(other) for other in range(len(files)) if layout.name("down", other, 0) in files]
+        layers = [str(other) for other in range(len(files)) if is_stored(layout.name("down", other, 0), files)]
         near = next((name for name in files if f"layers.{layer}." in name and "experts." in name), None)
         raise ValueError(
             f"{here} has no experts in this layout, such as {lost[0]}; layers that have: "
@@ -276,14 +283,13 @@ def _check_names(checkpoint: _Checkpoint, layout: ExpertLayout, layer: int, num_
 
 
 def _check_views(
-    checkpoint: _Checkpoint, layout: ExpertLayout, views: Mapping[tuple[str, int], Any], layer: int, num_experts: int
+    checkpoint: _Checkpoint, layout: ExpertLayout, views: _Views, layer: int, num_experts: int
 ) -> tuple[int, int]:
     """H and I of the down product, after every other tensor was found to fit them."""
     sizes = None
     for part, expert in sorted(views, key=lambda key: key[0] != "down"):
         name, view = layout.name(part, layer, expert), views[part, expert]
-        where = f"{checkpoint.folder / checkpoint.files[name]}: {name}"
-        shape = tuple(view.get_shape())
+        where, shape = f"{checkpoint.folder / checkpoint.file_of(view)}: {name}", view.shape
         if layout.stacked and shape[:1] != (num_experts,):
             raise ValueError(f"placement has {num_experts} experts; {where} is {list(shape)}, the experts first")
         one = shape[1:] if layout.stacked else shape
@@ -297,29 +303,91 @@ def _check_views(
                 f"{where} is {list(shape)}; with hidden {sizes[0]} and intermediate {sizes[1]}, from "
                 f"{layout.down}, it must be {list(wanted)}"
             )
-        if view.get_dtype() not in _DTYPES:
-            raise CapabilityError(f"{where} is {view.get_dtype()}; only {', '.join(_DTYPES)} weights can be loaded")
+        if view.kind not in DTYPES and view.scales is None:
+            raise CapabilityError(f"{where} is {view.kind}; only {', '.join(DTYPES)} weights can be loaded")
     assert sizes is not None
     return sizes
 
 
-def _one_dtype(layer: int, views: Mapping[tuple[str, int], Any]) -> torch.dtype:
-    kinds = sorted({view.get_dtype() for view in views.values()})
-    if len(kinds) > 1:
-        raise ValueError(f"dtype is None, but the tensors of layer {layer} are {', '.join(kinds)}; give one of them")
-    return _DTYPES[kinds[0]]
+def _kept_dtype(
+    layout: ExpertLayout, views: _Views, layer: int, dtype: torch.dtype | None, intermediate: int
+) -> torch.dtype:
+    """What the matrices are kept in. float8_e4m3fn only for what is stored so; other things are quantised after it."""
+    kinds = sorted({view.kind for (part, _), view in views.items() if not part.endswith("bias")})
+    if dtype is None:
+        if MXFP4 in kinds:
+            raise ValueError(f"dtype is None, but layer {layer} is {MXFP4}; give what to decode it to, e.g. bfloat16")
+        kinds = kinds if FP8 in kinds else sorted({view.kind for view in views.values()})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"dtype is None, but the tensors of layer {layer} are {', '.join(kinds)}; give one of them"
+            )
+        dtype = torch.float8_e4m3fn if kinds == [FP8] else DTYPES[kinds[0]]
+    if dtype != torch.float8_e4m3fn:
+        return dtype
+    aligned = layout.gate_up is None or (layout.gate_up_order != "interleaved" and intermediate % GROUP == 0)
+    if kinds == [FP8] and not aligned:
+        raise CapabilityError(
+            f"layer {layer}: blocks of {layout.gate_up} hold rows of gate and of up, with intermediate {intermediate};"
+            " Experts.scales cannot say that, give dtype=torch.bfloat16"
+        )
+    return dtype if kinds == [FP8] else torch.float32
 
 
-def _empty(
-    layout: ExpertLayout, num_local: int, hidden: int, intermediate: int, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "gate_up": (num_local, 2 * intermediate, hidden),
-        "down": (num_local, hidden, intermediate),
-    }
-    if layout.down_bias is not None:
-        shapes |= {"gate_up_bias": (num_local, 2 * intermediate), "down_bias": (num_local, hidden)}
-    return {part: torch.empty(shape, dtype=dtype) for part, shape in shapes.items()}
+def _bias_dtype(views: _Views, kept: torch.dtype) -> torch.dtype:
+    """Biases have no scales: where matrices stay FP8, they stay what they are."""
+    stored = [view.kind for (part, _), view in views.items() if part.endswith("bias")]
+    return DTYPES[stored[0]] if stored and kept == torch.float8_e4m3fn else kept
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """The tensors of one rank's experts. scales: of float8_e4m3fn matrices, by the names of these."""
+
+    tensors: dict[str, Tensor]
+    scales: dict[str, Tensor]
+
+    @classmethod
+    def empty(
+        cls, layout: ExpertLayout, num_local: int, sizes: tuple[int, int], dtype: torch.dtype, bias_dtype: torch.dtype
+    ) -> _Target:
+        """To be filled."""
+        hidden, intermediate = sizes
+        tensors = {
+            "gate_up": torch.empty(num_local, 2 * intermediate, hidden, dtype=dtype),
+            "down": torch.empty(num_local, hidden, intermediate, dtype=dtype),
+        }
+        if layout.down_bias is not None:
+            tensors["gate_up_bias"] = torch.empty(num_local, 2 * intermediate, dtype=bias_dtype)
+            tensors["down_bias"] = torch.empty(num_local, hidden, dtype=bias_dtype)
+        scales: dict[str, Tensor] = {}
+        if dtype == torch.float8_e4m3fn:
+            groups, hidden_groups = num_groups(intermediate), num_groups(hidden)
+            scales["gate_up"] = torch.empty(num_local, 2 * groups, hidden_groups)
+            scales["down"] = torch.empty(num_local, hidden_groups, groups)
+        return cls(tensors, scales)
+
+    def fill(self, part: str, slot: int, stored: Tensor | Quantized, transposed: bool) -> None:
+        """Copy one expert's tensor of the layout to where it belongs."""
+        values = _place(self.tensors, part)[slot]
+        if self.scales and isinstance(stored, Quantized):
+            values.copy_(stored.values)
+            _place(self.scales, part)[slot].copy_(stored.scales)
+        else:
+            matrix = plain(stored)
+            values.copy_(matrix.mT if transposed and matrix.dim() == 2 else matrix)
+
+    def experts(self, **options: Any) -> Experts:
+        """Them as `Experts`."""
+        scales = (self.scales["gate_up"], self.scales["down"]) if self.scales else None
+        return Experts(**self.tensors, scales=scales, **options)
+
+
+def _place(tensors: dict[str, Tensor], part: str) -> Tensor:
+    """That part of the layout: the tensor of that name, or the first or second half of gate_up."""
+    if part in ("gate", "up"):
+        return tensors["gate_up"].chunk(2, 1)[part == "up"]
+    return tensors[part]
 
 
 def _stored_form(layout: ExpertLayout, experts: Experts, slot: int) -> dict[str, Tensor]:

@@ -29,6 +29,7 @@ from moeloom.cli.weights import local_experts, one_expert
 from moeloom.models import MODELS
 from moeloom.runtime import Runtime
 from moeloom.types import Routing
+from tests.support.processes import heed_interrupts
 
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "tests/assets/routing_qwen3moe_stdlib.safetensors"
@@ -52,6 +53,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT, env=env,
+        preexec_fn=heed_interrupts,
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ LAYERS: tuple[set[str], ...] = (
     {"plan"},
     {"backends"},
     {"pipeline", "meter", "checks", "autograd", "layer"},
-    {"runtime", "launch", "checkpoint"},
+    {"runtime", "launch", "checkpoint", "stored"},
     {"nn"},
     {"cli", "integrations", "__main__"},
 )
@@ -43,6 +43,7 @@ NEIGHBOURS = {
     "config": {"types"},
     "pipeline": {"meter"},
     "layer": {"autograd", "checks", "meter", "pipeline"},
+    "checkpoint": {"stored"},
     "__main__": {"cli"},
 }
 STAGES = ("dispatch", "experts", "combine")

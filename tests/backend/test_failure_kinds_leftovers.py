@@ -161,9 +161,13 @@ class Program:
 def program(folder: Path) -> Iterator[Program]:
     """Three ranks on two nodes that call a layer until they are stopped."""
     code = f"from tests.support.failure import launch_endlessly; launch_endlessly(3, 2, {str(folder)!r})"
+from tests.support.processes import heed_interrupts
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     settings = {**os.environ, env.SHARED_MEMORY_DIR: str(folder)}
-    started = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True, env=settings, **quiet)
+    started = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT, start_new_session=True, preexec_fn=heed_interrupts, env=settings, **quiet,
+    )  # fmt: skip
     program = Program(started)
     try:
         end = time.monotonic() + 90

@@ -502,11 +502,9 @@ def test_a_layout_that_is_the_wrong_way_round_is_found(tmp_path: Path, kind: str
 @pytest.mark.parametrize(
     ("kind", "rename"),
     [
-        ("qwen3_moe", lambda name: [name, f"{name}_scale_inv"]),  # DeepSeek's and Qwen's FP8
         ("qwen3_moe", lambda name: [name, f"{name}_scale"]),  # compressed-tensors, NVFP4
         ("qwen3_moe", lambda name: [f"{name}_packed", f"{name}_scale"]),
         ("qwen3_moe", lambda name: [name.replace("weight", "qweight")]),  # GPTQ, AWQ
-        ("gpt_oss", lambda name: [name] if "bias" in name else [f"{name}_blocks", f"{name}_scales"]),  # MXFP4
     ],
 )
 def test_quantised_checkpoints_are_refused_by_name(tmp_path: Path, kind: str, rename: Any) -> None:
