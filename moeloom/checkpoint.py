@@ -111,7 +111,9 @@ def save_experts(
     slots = _slots_by_expert(placement, rank)
     experts.check(placement.num_local(rank), experts.gate_up.shape[-1])
     if experts.scales is not None:
-        raise CapabilityError("experts have scales; only unquantised ones can be saved: keep the checkpoint they are of")
+        raise CapabilityError(
+            "experts have scales; only unquantised ones can be saved: keep the checkpoint they are of"
+        )
     if (experts.down_bias is None) != (layout.down_bias is None):
         raise ValueError(
             "experts have "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -65,10 +65,15 @@ def judge(
     """Check this rank's `results`, all `[T, H]`: the layer's output and, given d_y, the gradient of x (in this order).
 
     expert(e) gives expert e again (L = 1). Passed if the error is at most twice that of the same formula in PyTorch, in
-    the recipe's dtype.
+    the recipe's dtype. A quantised recipe's truth is that of the quantised x and weights.
     """
-    precise = torch.float64 if recipe.dtype == torch.float32 else torch.float32
+    precise = torch.float64 if recipe.dtype == torch.float32 or recipe.quantized else torch.float32
     routing = Routing(routing.topk_idx, routing.topk_weights.detach())
+    if recipe.quantized:
+        fp8 = lambda e: _of_e4m3(expert(e))  # noqa: E731
+        truth = [_layer(shape, x.to(precise), routing, lambda e: _on_e4m3(_exact(fp8(e), precise)), None)]
+        peer = [_layer(shape, x.float(), routing, lambda e: _on_e4m3(_requantized(fp8(e), recipe.dtype)), recipe.dtype)]
+        return {name: _verdict(result, truth[0], peer[0], routing) for name, result in results.items()}
     truth = _both(lambda x: _layer(shape, x, routing, lambda e: _exact(expert(e), precise), None), x.to(precise), d_y)
     rounded = recipe.dtype
     peer = _both(lambda x: _layer(shape, x, routing, lambda e: _rounded(expert(e), rounded), rounded), x.float(), d_y)
@@ -145,6 +150,73 @@ def _rounded(one: Experts, dtype: torch.dtype) -> Expert:
         return rows[: len(rows) - missing].to(dtype).float()
 
     return expert
+
+
+def _requantized(one: Experts, dtype: torch.dtype) -> Expert:
+    """The formula in fp32 on quantised numbers, the activation quantised in between and the result rounded to dtype."""
+
+    def expert(x: Tensor, weight: Tensor) -> Tensor:
+        missing = max(0, MIN_PEER_ROWS - len(x))
+        x, weight = functional.pad(x, (0, 0, 0, missing)), functional.pad(weight, (0, missing)).unsqueeze(1)
+        product = (x * weight if one.weight_on_input else x) @ one.gate_up[0].t()
+        if one.gate_up_bias is not None:
+            product += one.gate_up_bias[0]
+        hidden = one.activation(*one.split_gate_up(product))
+        rows = _e4m3(hidden if one.weight_on_input else hidden * weight, 1) @ one.down[0].t()
+        if one.down_bias is not None:
+            rows += one.down_bias[0] if one.weight_on_input else one.down_bias[0] * weight
+        return rows[: len(rows) - missing].to(dtype).float()
+
+    return expert
+
+
+def _on_e4m3(expert: Expert) -> Expert:
+    """The expert on quantised rows."""
+    return lambda x, weight: expert(_e4m3(x.float(), 1).to(x.dtype), weight)
+
+
+def _of_e4m3(one: Experts) -> Experts:
+    """The expert (L = 1) with the numbers that its quantised weights stand for, in fp32, gate first."""
+    halves = [half.mT for half in one.split_gate_up(one.gate_up[0].mT)]
+    scales: list = [None] * 3
+    if one.scales is not None:
+        scales = [*one.scales[0][0].chunk(2), one.scales[1][0]]
+        if one.gate_up_order == "up_first":
+            scales[:2] = reversed(scales[:2])
+    numbers = [
+        _e4m3(weight.float(), 128) if scale is None else _scaled(weight.float(), scale)
+        for weight, scale in zip([*halves, one.down[0]], scales, strict=True)
+    ]
+    bias = one.gate_up_bias
+    return replace(
+        one,
+        gate_up=torch.cat(numbers[:2]).unsqueeze(0),
+        down=numbers[2].unsqueeze(0),
+        gate_up_bias=None if bias is None else torch.cat(one.split_gate_up(bias), 1).float(),
+        down_bias=None if one.down_bias is None else one.down_bias.float(),
+        gate_up_order="gate_first",
+        scales=None,
+    )
+
+
+def _e4m3(numbers: Tensor, height: int) -> Tensor:
+    """fp32 `[N, K]` rounded to E4M3 in blocks of `height` x 128, each with its largest value as 448."""
+    rounded = torch.empty_like(numbers)
+    for strip, out in zip(numbers.split(128, 1), rounded.split(128, 1), strict=True):
+        blocks, outs = (strip.split(height), out.split(height)) if height > 1 else ([strip], [out])
+        for block, target in zip(blocks, outs, strict=True):
+            largest = block.abs().amax(1 if height == 1 else (0, 1), keepdim=True).clamp(min=2.0**-116)
+            limit = torch.full_like(largest, 448.0)
+            target.copy_(
+                (block * (limit / largest)).clamp(-448, 448).to(torch.float8_e4m3fn).float() * (largest / limit)
+            )
+    return rounded
+
+
+def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:
+    """fp32 `[N, K]`, every block of 128 x 128 times its scale."""
+    rows, columns = (torch.arange(size) // 128 for size in numbers.shape)
+    return numbers * scales[rows][:, columns]
 
 
 def _first_wrong(difference: Tensor, peer_difference: Tensor, truth: Tensor, routing: Routing) -> WrongRow:

@@ -26,7 +26,7 @@ from moeloom.topology import Topology
 from moeloom.types import ExchangeName, ReductionName, Routing
 
 ExchangeChoice = Literal["auto", "direct", "hybrid"]
-RecipeName = Literal["fp32", "bf16"]
+RecipeName = Literal["fp32", "bf16", "fp8"]
 SYNTHETIC_ROUTING = ("uniform", "skewed")
 
 
@@ -63,6 +63,8 @@ class Settings:
             raise ValueError(f"--nodes is {self.nodes}; allowed with {self.num_ranks} ranks: 1..{self.num_ranks}")
         if any(count < 0 for count in self.tokens):
             raise ValueError(f"--tokens is {','.join(map(str, self.tokens))}; every number must be at least 0")
+        if self.backward and self.recipe.quantized:
+            raise ValueError(f"--backward is set, but --recipe {self.recipe_name} is forward only; use fp32 or bf16")
         if not self.timeout > 0:
             raise ValueError(f"--timeout is {self.timeout:g}; it must be positive seconds")
         if self.checkpoint:

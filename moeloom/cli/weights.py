@@ -46,13 +46,14 @@ def local_experts(settings: Settings, rank: int) -> Experts:
     ones = [_make(settings, expert) for expert in placement.slots[rank]] or [_make(settings, 0)]
     count = placement.num_local(rank)
     tensors = {name: torch.cat([one.tensors()[name] for one in ones])[:count] for name in ones[0].tensors()}
-    return Experts(
+    experts = Experts(
         **tensors,
         activation=ones[0].activation,
         gate_up_order=ones[0].gate_up_order,
         placement=placement,
         weight_on_input=ones[0].weight_on_input,
     )
+    return experts.quantized() if settings.recipe.quantized else experts
 
 
 def read_shape(folder: str) -> tuple[ModelShape, str]:
@@ -98,7 +99,7 @@ def _load(settings: Settings, placement: Placement, rank: int) -> Experts:
         layer=settings.layer,
         placement=placement,
         rank=rank,
-        dtype=settings.recipe.dtype,
+        dtype=torch.float8_e4m3fn if settings.recipe.quantized else settings.recipe.dtype,
         activation=shape.activation,
         weight_on_input=shape.weight_on_input,
     )

@@ -24,6 +24,7 @@ from moeloom import CapabilityError, Runtime, Topology, env
 from moeloom.backends.cpu.shared_memory import PREFIX, SharedFile
 from tests.support.failure import Attempt, attempt, layer_of, works
 from tests.support.pool import Ranks, forget_runtimes, group_of
+from tests.support.processes import heed_interrupts
 
 ROOT = Path(__file__).parents[2]
 FOUR = (0, 1, 2, 3)
@@ -161,7 +162,6 @@ class Program:
 def program(folder: Path) -> Iterator[Program]:
     """Three ranks on two nodes that call a layer until they are stopped."""
     code = f"from tests.support.failure import launch_endlessly; launch_endlessly(3, 2, {str(folder)!r})"
-from tests.support.processes import heed_interrupts
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     settings = {**os.environ, env.SHARED_MEMORY_DIR: str(folder)}
     started = subprocess.Popen(

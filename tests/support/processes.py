@@ -6,5 +6,5 @@ import signal
 
 
 def heed_interrupts() -> None:
-    """`preexec_fn` of a process that will get Ctrl-C: what a shell runs in the background inherits that it is ignored."""
+    """`preexec_fn` of a process that will get Ctrl-C: what a shell runs in the background starts out ignoring it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
