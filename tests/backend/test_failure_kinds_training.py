@@ -83,10 +83,8 @@ def rebalanced(placements: list[Placement]) -> list[tuple[Any, ...]] | None:
         for step, placement in enumerate(placements):
             held = torch.tensor(placement.slots[rt.rank], dtype=torch.int64)
             slots = [weight[held].requires_grad_() for weight in every]
-            x, routing = (
-                draw(20 * rt.rank, HIDDEN, seed=rt.rank).requires_grad_(),
-                routing_of(rt.rank, 20 * rt.rank, step),
-            )
+            x = draw(20 * rt.rank, HIDDEN, seed=rt.rank).requires_grad_()
+            routing = routing_of(rt.rank, len(x), step)
             routing.topk_weights.requires_grad_()
             y = rt.moe(x, routing, Experts(*slots, placement=placement), recipe=FP32.with_reduction("per_slot"))
             (y * draw(*y.shape, seed=10 + rt.rank)).sum().backward()
