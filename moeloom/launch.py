@@ -164,30 +164,30 @@ class RankPool:
 
     def _receive(self, pending: set[int], results: list[Any], items: list[Any], deadline: float | None) -> None:
         """Wait for one message; move ranks that have finished from pending to results."""
-        by_connection = {self._ranks[rank].connection: rank for rank in pending}
+        # a rank that has ended need not close its connection: its children, of a DataLoader for instance, hold it too
+        sources: dict[Any, int] = {self._ranks[rank].connection: rank for rank in pending}
+        sources |= {self._ranks[rank].process.sentinel: rank for rank in pending}
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = wait(list(by_connection), left)
+        ready = {sources[source] for source in wait(list(sources), left)}
         if not ready:
             names = ", ".join(map(str, sorted(pending)))
             self.close()
             for rank in pending:
                 results[rank] = RankLate(f"rank(s) {names} did not finish in time")
             pending.clear()
-        connection: Any
-        for connection in ready:
-            rank = by_connection[connection]
-            try:
-                kind, value = connection.recv()
-            except (EOFError, ConnectionResetError):
-                process = self._ranks[rank].process
-                process.join()
-                kind, value = "done", RankEnded(f"the process of rank {rank} ended with exit code {process.exitcode}")
+        for rank in ready:
+            kind, value = self._ranks[rank].receive() or ("done", self._ended(rank))
             if kind == "item":
                 if rank == 0:
                     items.append(value)
                 continue
             results[rank] = value
             pending.discard(rank)
+
+    def _ended(self, rank: int) -> RankEnded:
+        process = self._ranks[rank].process
+        process.join()
+        return RankEnded(f"the process of rank {rank} ended with exit code {process.exitcode}")
 
 
 def _raise_first(outcomes: list[Any]) -> list[Any]:
@@ -234,6 +234,13 @@ class _Rank:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             name = getattr(message[0], "__qualname__", message[0])
             raise ValueError(f"{name} or its arguments cannot be sent to ranks ({error}); {IMPORTABLE}") from None
+
+    def receive(self) -> tuple[str, Any] | None:
+        """Its message, which is there unless it has ended: then None."""
+        try:
+            return self.connection.recv() if self.connection.poll() else None
+        except (EOFError, ConnectionResetError):
+            return None
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class MoE(nn.Module):
         self.register_buffer("aux_loss", torch.zeros((), device=device), persistent=False)
         # a compiled graph can hold the number of a call, but not make one
         recipes = [config.recipe] if config.recipe else [r for r in RECIPES.values() if not r.quantized]
-        self._numbers = {r.dtype: runtime.layer_call(self.experts(), r, None, None).number for r in recipes}
+        self._calls = {r.dtype: runtime.layer_call(self.experts(), r, None, None) for r in recipes}
         self.reset_parameters()
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class MoE(nn.Module):
         experts = self.experts()
         if compiling:
             tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
-            number = self._numbers[x.dtype]
+            number = self._calls[x.dtype].number
             y = torch.ops.moeloom.moe(flat, routing.topk_idx, routing.topk_weights, *tensors, number, False)
         else:
             y = self.runtime.moe(flat, routing, experts, recipe=self.config.recipe)

@@ -36,6 +36,7 @@ from moeloom.types import Order, Overflow, Quantized, Received, Routing
 
 log = logging.getLogger("moeloom")
 BACKENDS = ("auto", "cpu")
+MAX_LAYER_CALLS = 64  # an activation or placement made anew in every step must not add up
 
 
 class Runtime:
@@ -302,7 +303,7 @@ class Runtime:
         return choose(Problem(num_tokens, hidden, placement.num_experts, num_topk, recipe), self.topology)
 
     def layer_call(self, experts: Experts, recipe: Recipe, plan: Plan | None, tokens_hint: int | None) -> LayerCall:
-        """What `moe` does with experts of these options, made once and kept."""
+        """What `moe` does with experts of these options. The latest are kept; who needs one longer holds it."""
         placement = self._placement(experts.placement, experts.num_local)
         options = (experts.activation, experts.gate_up_order, experts.weight_on_input)
         key = (*options, placement, recipe, plan, tokens_hint)
@@ -316,6 +317,8 @@ class Runtime:
             self._calls[key] = LayerCall(
                 self._open, self._meter, choose_plan, like, placement, recipe, self.rank, self.max_tokens
             )
+            if len(self._calls) > MAX_LAYER_CALLS:
+                del self._calls[next(iter(self._calls))]
         return self._calls[key]
 
     @contextmanager

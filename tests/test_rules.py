@@ -56,6 +56,7 @@ MAX_ENVIRONMENT_VARIABLES = 8
 # what may exceed a limit, and why
 EXCEPTIONS: dict[str, str] = {
     "cli/app.py:run": "one parameter per command line option",
+    "runtime.py:dispatch": "the options of a stage, by keyword",
     "autograd.py:backward": "torch wants one gradient per input",
     "layer.py:_backward": "torch wants one gradient per input",
     "layer.py:moe": "an operator takes tensors and numbers, no dataclass",

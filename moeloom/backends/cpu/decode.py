@@ -25,7 +25,7 @@ from moeloom.backends.cpu.paths import carriers_of
 from moeloom.config import Recipe
 from moeloom.errors import CapacityError, MoeloomError
 from moeloom.experts import Experts
-from moeloom.layout import fixed_layout, hits, lanes
+from moeloom.layout import Layout, fixed_layout, hits, lanes
 from moeloom.placement import Placement
 from moeloom.regions import Region, TokenSpace, combine_lanes, dispatch_regions, routing_words
 from moeloom.types import ExchangeName, Received, Routing
@@ -143,7 +143,14 @@ def begin_dispatch(
         with cpu.control.resumed("dispatch", number):
             _arrive(cpu, [part.work for part in parts], meeting, exchange)
             paths = _paths(cpu, parts[0], topk_idx, placement, exchange, space)
-            return _rows(cpu, x, routing, placement, rows, exchange, paths, parts[1], number)
+            received, layout = _lay_out(cpu, placement, rows, paths, parts[1])
+            if rows.overflow == "error":
+                decode.overflow.add_(received.num_dropped)
+            kept_x, owner = x if placement.num_identity else None, weakref.ref(cpu)
+            handle = Handle(
+                owner, number, len(x), routing, placement, exchange, rows, layout, kept_x, paths, pipeline="decode"
+            )
+            return received, handle
 
     decode.in_flight[bank] = pending = Pending(receive)
     return pending
@@ -296,27 +303,24 @@ def _gather(part: _Part, place: Tensor, is_far: Tensor) -> Tensor:
     return torch.where(is_far.unsqueeze(1), beyond, near)
 
 
-def _rows(
-    cpu: CpuBackend, x: Tensor, routing: Routing, placement: Placement, rows: RowOrder, exchange: ExchangeName,
-    paths: FixedPaths, part: _Part, number: int,
-) -> tuple[Received, Handle]:  # fmt: skip
+def _lay_out(
+    cpu: CpuBackend, placement: Placement, rows: RowOrder, paths: FixedPaths, part: _Part
+) -> tuple[Received, Layout]:
     """Lay the payload out."""
-    num_local, num_topk = placement.num_local(cpu.rank), routing.num_topk
-    num_tokens = len(paths.place)
+    num_local, (num_tokens, num_topk) = placement.num_local(cpu.rank), paths.slot.shape
     most = num_tokens if rows.order == "batched" else num_tokens * num_topk + (rows.alignment - 1) * num_local
     capacity = -(-most // rows.alignment) * rows.alignment if rows.capacity is None else rows.capacity
     layout = fixed_layout(paths.slot, num_local, rows.order, rows.alignment, capacity)
     assert isinstance(layout.num_dropped, Tensor)
-    if rows.overflow == "error":
-        cpu.decode.overflow.add_(layout.num_dropped)
     padding = layout.pos_to_token < 0
     token, topk = layout.pos_to_token.clamp(min=0), layout.pos_to_topk.clamp(min=0)
     payload = _gather(part, paths.place[token], paths.is_far[token]).masked_fill_(padding.unsqueeze(1), 0)
     topk_idx = paths.slot[token, topk].masked_fill_(padding, -1)
     topk_weights = paths.weights[token, topk].masked_fill_(padding, 0.0)
     if rows.order == "batched":
-        payload = payload.view(num_local, -1 if layout.num_rows else 0, x.shape[1])
+        payload = payload.view(num_local, -1 if layout.num_rows else 0, payload.shape[1])
         topk_idx, topk_weights = topk_idx.view(payload.shape[:2]), topk_weights.view(payload.shape[:2])
+    cpu.traffic.rows += layout.num_rows
     received = Received(
         rows=payload,
         topk_idx=topk_idx,
@@ -326,10 +330,7 @@ def _rows(
         num_dropped=layout.num_dropped,
         order=rows.order,
     )
-    cpu.traffic.rows += layout.num_rows
-    kept_x = x if placement.num_identity else None
-    owner = weakref.ref(cpu)
-    return received, Handle(owner, number, len(x), routing, placement, exchange, rows, layout, kept_x, paths, "decode")
+    return received, layout
 
 
 def masked_sum(rows: Tensor, mask: Tensor, weights: Tensor | None = None) -> Tensor:
