@@ -123,6 +123,12 @@ def check_forward_only(recipe: Recipe, grad: bool) -> None:
         )
 
 
+def check_devices(x: Tensor, routing: Routing) -> None:
+    """Raise unless all are where the backend works: for another device torch would not even come to its operator."""
+    for name, tensor in (("x", x), ("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
+        _check_cpu(tensor, name)
+
+
 def check_rows(rows: Tensor, dtype: torch.dtype | None, name: str) -> None:
     """Raise unless `rows` is a CPU tensor `[N, H]` (of that dtype)."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] < 1:

@@ -106,6 +106,7 @@ class Runtime:
         """
         with _poisoned_on_failure(out):
             with self.refusing("dispatch"):
+                checks.check_devices(x, routing)
                 recipe = recipe or recipe_for(x.dtype)
                 checks.check_out(out, x)
                 call = self.layer_call(experts, recipe, plan, tokens_hint)

@@ -30,7 +30,7 @@ def experts(cpu: CpuBackend, received: Received, weights: Experts, recipe: Recip
     Beside the result this needs one expert's weights in fp32 (if they are not fp32 already) and one tile of rows.
     """
     rows, row_weights = received.rows.view(-1, received.rows.shape[-1]), received.topk_weights.reshape(-1)
-    scales = None if received.scales is None else received.scales.view(len(rows), -1)
+    scales = None if received.scales is None else received.scales.view(-1, received.scales.shape[-1])
     out = rows.new_empty(rows.shape, dtype=recipe.dtype)
     for slot, begin, end, stop in _runs(received):
         out[end:stop] = 0
