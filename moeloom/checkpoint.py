@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -382,7 +382,13 @@ class _Target:
     def experts(self, **options: Any) -> Experts:
         """Them as `Experts`."""
         scales = (self.scales["gate_up"], self.scales["down"]) if self.scales else None
-        return Experts(**self.tensors, scales=scales, **options)
+        return replace(
+            Experts(self.tensors["gate_up"], self.tensors["down"], scales=scales, **options), **self.biases()
+        )
+
+    def biases(self) -> dict[str, Any]:
+        """Those that there are, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if name.endswith("bias")}
 
 
 def _place(tensors: dict[str, Tensor], part: str) -> Tensor:

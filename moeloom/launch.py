@@ -259,7 +259,7 @@ def _serve(settings: _Settings, connection: Connection) -> None:
     multiprocessing.current_process().daemon = False  # a daemon must not have children; a DataLoader has
     connection.send(("done", _outcome(_join, (settings,), connection)))
     while (message := _next_message(connection)) is not None:
-        outcome = message if isinstance(message, RankFailed) else _outcome(*message, connection)
+        outcome = message if isinstance(message, RankFailed) else _outcome(message[0], message[1], connection)
         try:
             connection.send(("done", outcome))
         except Exception as error:  # it does not pickle; nothing has been sent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,7 +82,7 @@ class Runtime:
         self.rank, self.max_tokens = rank, max_tokens
         self._backend: Backend = CpuBackend(self._peers, store, self.topology, max_tokens)
         self._meter = Meter(self._backend.traffic)
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
         self._even: dict[int, Placement] = {}
         self._calls: dict[tuple, LayerCall] = {}
         log.info("Runtime: rank %d of %s, backend %s", rank, self.topology, self._backend.name)
@@ -219,7 +220,7 @@ class Runtime:
 
     def _begin_dispatch(
         self,
-        x: Tensor,
+        x: Tensor | Quantized,
         routing: Routing | Handle,
         placement: Placement | int | None,
         rows: RowOrder,
@@ -228,6 +229,8 @@ class Runtime:
     ) -> Any:
         """`dispatch` by the decode pipeline."""
         with self.refusing("dispatch"):
+            if isinstance(x, Quantized):
+                raise CapabilityError("x is quantised; the decode pipeline takes unquantised rows, the split one both")
             checks.check_rows(x, None, "x")
             if isinstance(routing, Handle):
                 checks.check_handle(routing, self._open())
@@ -264,8 +267,8 @@ class Runtime:
         return self._open().symmetric_bytes()
 
     def close(self) -> None:
-        """Give everything back; not collective. Calling it again does nothing."""
-        if not self._closed:
+        """Give everything back; not collective. Calling it again does nothing, nor does it in a forked child."""
+        if not self._closed and self._process == os.getpid():
             self._closed = True
             self._peers.say_closed()
             self._backend.close()
@@ -274,7 +277,7 @@ class Runtime:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not self._closed:
+        if error is not None and not self._closed and self._process == os.getpid():
             self._peers.abort(MoeloomError(f"rank {self.rank} left: {type(error).__name__}: {error}"))
         self.close()
 

@@ -213,7 +213,7 @@ def test_terminal_has_colour_and_boxes() -> None:
     assert "\x1b[" in written.getvalue() and "╭" in written.getvalue() and "█" in written.getvalue()
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8"])
 def test_check_of_a_few_tokens(recipe: str) -> None:
     """PyTorch is far more exact for a handful of rows than for many; the check must not ask that of us."""
     for num_tokens, seed in ((1, 0), (1, 1), (8, 0), (8, 1)):
@@ -225,7 +225,7 @@ def test_check_of_a_few_tokens(recipe: str) -> None:
         assert verdict.error < 1.5 * verdict.peer_error, (num_tokens, seed)
 
 
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize("model", ["gpt-oss-20b", "longcat-flash", "llama-4-scout", "minimax-m3", "kimi-k3"])
 def test_every_kind_of_preset_passes_its_check(model: str, recipe: str) -> None:
     """Biases and interleaved rows, identity experts, weight on the input, clamps, a narrower routed width: one rank."""
@@ -238,6 +238,11 @@ def test_every_kind_of_preset_passes_its_check(model: str, recipe: str) -> None:
     y[3, 2] = float("nan")
     broken = checked(settings, x, routing, y)
     assert not broken.passed and (broken.wrong.token, broken.wrong.element) == (3, 2)
+
+
+def test_fp8_has_no_backward() -> None:
+    with pytest.raises(ValueError, match="--backward is set, but --recipe fp8 is forward only"):
+        Settings(recipe_name="fp8", backward=True)
 
 
 def test_every_preset_routes() -> None:

@@ -234,7 +234,9 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "DRIVER", driver)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "no NVIDIA driver" in doctor.check_gpus().found
-    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version:\n")
+    driver.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version:\n"
+    )
     assert doctor.check_gpus().found.startswith("driver 570.86.15 is there, but torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -166,7 +166,10 @@ def test_stopped_and_continued() -> None:
         pool.run(layer, timeout=60)
         pid = pool.processes[1].pid
         assert pid is not None
-        timers = [threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP)), threading.Timer(1.8, os.kill, (pid, signal.SIGCONT))]
+        timers = [
+            threading.Timer(0.3, os.kill, (pid, signal.SIGSTOP)),
+            threading.Timer(1.8, os.kill, (pid, signal.SIGCONT)),
+        ]
         for timer in timers:
             timer.start()
         calls = pool.run(layers_for, 2.5, timeout=60)
@@ -190,10 +193,7 @@ def fork_beside_a_runtime(how: str) -> bool:
         return status == 0 and all(call(rt, torch.ones(300 * n, 16)) for n in range(1, 6))
 
 
-NOT_A_RANK = pytest.mark.xfail(run=False, reason="a forked child that closes the Runtime waits for gloo's threads forever")
-
-
-@pytest.mark.parametrize("how", ["exit", pytest.param("close", marks=NOT_A_RANK)])
+@pytest.mark.parametrize("how", ["exit", "close"])
 def test_fork_beside_a_runtime(how: str) -> None:
     assert launch(fork_beside_a_runtime, 3, 2, (how,), timeout=60) == [True] * 3
 

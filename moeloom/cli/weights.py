@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -45,7 +45,9 @@ def local_experts(settings: Settings, rank: int) -> Experts:
         return _load(settings, placement, rank)
     ones = [_make(settings, expert) for expert in placement.slots[rank]] or [_make(settings, 0)]
     count = placement.num_local(rank)
-    tensors = {name: torch.cat([one.tensors()[name] for one in ones])[:count] for name in ones[0].tensors()}
+    tensors: dict[str, Any] = {
+        name: torch.cat([one.tensors()[name] for one in ones])[:count] for name in ones[0].tensors()
+    }
     experts = Experts(
         **tensors,
         activation=ones[0].activation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -172,7 +173,9 @@ def test_scaling_by_a_little_changes_the_result_by_as_much(alone: Runtime, what:
 
 @pytest.mark.parametrize("what", ["x", "gate_up", "down"])
 def test_a_little_noise_changes_little(alone: Runtime, what: str) -> None:
-    """1e-4 moves one value in a thousand to its neighbour; the result moves less than by one rounding of all."""
+    """1e-4 moves one value in a thousand to its neighbour, which moves one in thirty of what is rounded next; the
+    result moves less than by rounding all values once, 2.6e-2.
+    """
     experts = make_experts(4, 256, 200, torch.float32)
     received = make_received([9, 0, 20, 5], 256, torch.float32)
     tensors = {"x": received.rows, "gate_up": experts.gate_up, "down": experts.down}
@@ -182,7 +185,7 @@ def test_a_little_noise_changes_little(alone: Runtime, what: str) -> None:
         rows = quantize(noisy["x"])
         some = replace(experts, gate_up=noisy["gate_up"], down=noisy["down"])
         results.append(run(alone, replace(received, rows=rows.values, scales=rows.scales), some))
-    assert 0 < relative_error(results[1], results[0]) < 0.01
+    assert 0 < relative_error(results[1], results[0]) < 0.02
 
 
 # special values
@@ -259,7 +262,7 @@ def exchange(case: Case) -> list[str]:
     received, handle = rt.dispatch(
         rows[rt.rank], routing, case.placement(), order=case.order, alignment=case.alignment, plan=plan
     )
-    wanted = unpack_records(records.received(rt.rank, case.order, case.alignment)[0], case.hidden)
+    wanted = unpack_records(records.received(rt.rank, case.order, case.alignment)[0].to(torch.uint8), case.hidden)
     again, _ = rt.dispatch(rows[rt.rank], handle)
     hidden, groups = received.rows.shape[-1], received.scales.shape[-1]
     right = {
@@ -273,7 +276,9 @@ def exchange(case: Case) -> list[str]:
     recipe = FP8.with_reduction(case.reduction)
     y = rt.combine(results, handle, weighted=case.weighted, recipe=recipe)
     how = {"exchange": case.exchange, "reduction": case.reduction, "weighted": case.weighted, "order": case.order}
-    right["y"] = equal_bits(y, numbers.combined(rt.rank, expert_fn, case.topology, **how))
+    summed = numbers.combined(rt.rank, expert_fn, case.topology, **how)
+    # small numbers become -0.0, and the sum with identity experts gives zeros another sign than the oracle's
+    right["y"] = torch.equal(y, summed) if case.identity else equal_bits(y, summed)
     return [f"rank {rt.rank}: {name}" for name, good in right.items() if not good]
 
 
@@ -295,7 +300,7 @@ def held_by(rank: int, placement: Placement) -> Experts:
 
 def shares(num_tokens: int, num_ranks: int) -> list[int]:
     """Where each rank's tokens begin: the first of several ranks has none."""
-    return [0, *(num_tokens * rank // max(num_ranks - 1, 1) for rank in range(num_ranks))][-num_ranks - 1 :]
+    return [0, num_tokens] if num_ranks == 1 else [0, *(num_tokens * n // (num_ranks - 1) for n in range(num_ranks))]
 
 
 def layer(num_ranks: int, nodes: int, plan: Plan, reduction: Any) -> tuple[Tensor, bool] | None:
@@ -403,6 +408,17 @@ def test_what_does_not_fit_is_named() -> None:
     for message, call in cases:
         with Runtime() as rt:
             expect(ValueError, message, lambda call=call, rt=rt: call(rt))  # type: ignore[misc]
+
+
+def test_decode_is_refused_by_name() -> None:
+    experts = make_experts(4, 32, 16, torch.bfloat16)
+    x, routing = tokens(5, 32, 4, 2)
+    plan = Plan("decode")
+    with Runtime(max_tokens=8) as rt:
+        layer = partial(rt.moe, x, routing, experts, recipe=FP8, plan=plan)
+        expect(CapabilityError, "recipe fp8 is not in the decode pipeline", layer)
+    with Runtime(max_tokens=8) as rt:
+        expect(CapabilityError, "x is quantised; the decode", lambda: rt.dispatch(quantize(x), routing, 4, plan=plan))
 
 
 def mixed() -> str:
