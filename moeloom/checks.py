@@ -72,8 +72,6 @@ def check_decode(x: Tensor, routing: Routing, order: str, recipe: Recipe, rank: 
         )
     if order == "rank":
         raise ValueError("order is 'rank'; the decode pipeline has 'expert' and 'batched'")
-    if recipe.quantized:
-        raise CapabilityError(f"recipe {recipe.name} is not in the decode pipeline; use it in the split pipeline")
     check_shapes(x, routing, recipe, rank, max_tokens)
     check_no_gradient(x, routing.topk_weights)
 

@@ -128,8 +128,8 @@ class Experts:
     def rounded(self, slot: int) -> tuple[Tensor, Tensor]:
         """gate_up and down of one slot as the recipe fp8 computes with them, in fp32: quantised and dequantised.
 
-        Where there are no scales, quantising the slot takes several passes over its weights in fp32, at every call:
-        `quantized` does it once.
+        Where there are no scales, quantising the slot takes several passes over its weights in fp32, at every call (16
+        ms for one expert of Qwen3-30B on two cores, against 4 with scales): `quantized` does it once.
         """
         gate_up, down = (torch.empty(weight.shape[1:]) for weight in (self.gate_up, self.down))
         scales = (None, None) if self.scales is None else self.scales[0][slot].chunk(2)

@@ -23,7 +23,7 @@ from moeloom.backends.base import Backend, Handle, RowOrder
 from moeloom.config import Recipe
 from moeloom.experts import Experts
 from moeloom.meter import Meter
-from moeloom.pipeline import PIPELINES
+from moeloom.pipeline import PIPELINES, Call
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan
 from moeloom.types import Routing
@@ -70,9 +70,8 @@ class LayerCall:
         except Exception as error:
             backend.refuse("dispatch", error)
             raise
-        return PIPELINES[plan.pipeline](
-            backend, self.meter, x, routing, experts, placement=self.placement, recipe=self.recipe, plan=plan
-        )
+        call = Call(backend, self.meter, x, routing, experts, self.placement, self.recipe, plan)
+        return PIPELINES[plan.pipeline](call)
 
     def backward(self, d_y: Tensor, x: Tensor, handle: Handle, experts: Experts) -> list[Tensor]:
         """Gradients of x, of topk_weights and of the experts' tensors that require one, in `Experts.tensors` order.

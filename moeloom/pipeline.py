@@ -5,7 +5,8 @@ route -> Routing -> dispatch -> experts -> combine
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -36,55 +37,59 @@ def dispatch_rows(
     return unpack_received(received, x.values.shape[1]), handle
 
 
-def run_split(
-    backend: Backend,
-    meter: Meter,
-    x: Tensor,
-    routing: Routing,
-    experts: Experts,
-    *,
-    placement: Placement,
-    recipe: Recipe,
-    plan: Plan,
-) -> tuple[Tensor, Handle]:
+def run_split(call: Call) -> tuple[Tensor, Handle]:
     """The stages one after the other: `x [T, H]` -> `y [T, H]`, and the handle for backward."""
-    with meter.stage("dispatch"):
-        payload = quantize(x) if recipe.quantized else x
-        received, handle = dispatch_rows(backend, payload, routing, placement, RowOrder(), plan.exchange)
-        if recipe.quantized and placement.num_identity:
-            handle = replace(handle, x=x)  # what stays here was not rounded
-    try:
-        with meter.stage("experts"):
-            rows = backend.experts(received, experts, recipe)
-    except Exception as error:
-        backend.refuse("combine", error)  # the other ranks are on their way there; raises
-        raise
-    with meter.stage("combine"):
-        return backend.combine(rows, handle, recipe, weighted=False), handle
+    backend, plan = call.backend, call.plan
+    received, handle = call.dispatch(
+        lambda payload: backend.dispatch(payload, call.routing, call.placement, RowOrder(), plan.exchange)
+    )
+    rows = call.compute(backend.experts, received)
+    with call.meter.stage("combine"):
+        return backend.combine(rows, handle, call.recipe, weighted=False), handle
 
 
-def run_decode(
-    backend: Backend,
-    meter: Meter,
-    x: Tensor,
-    routing: Routing,
-    experts: Experts,
-    *,
-    placement: Placement,
-    recipe: Recipe,
-    plan: Plan,
-) -> tuple[Tensor, Handle]:
+def run_decode(call: Call) -> tuple[Tensor, Handle]:
     """The same stages for few tokens: fixed shapes, no value read by the host."""
-    with meter.stage("dispatch"):
-        received, handle = backend.begin_dispatch(x, routing, placement, RowOrder("batched"), plan.exchange).wait()
-    try:
-        with meter.stage("experts"):
-            rows = backend.decode_experts(received, experts, recipe)
-    except Exception as error:
-        backend.refuse("combine", error)
-        raise
-    with meter.stage("combine"):
-        return backend.begin_combine(rows.flatten(0, 1), handle, recipe, weighted=False).wait(), handle
+    backend, plan, order = call.backend, call.plan, RowOrder("batched")
+    received, handle = call.dispatch(
+        lambda payload: backend.begin_dispatch(payload, call.routing, call.placement, order, plan.exchange).wait()
+    )
+    rows = call.compute(backend.decode_experts, received)
+    with call.meter.stage("combine"):
+        return backend.begin_combine(rows.flatten(0, 1), handle, call.recipe, weighted=False).wait(), handle
 
 
 PIPELINES = {"split": run_split, "decode": run_decode}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One layer's tensors and how to run them, and what the pipelines have in common."""
+
+    backend: Backend
+    meter: Meter
+    x: Tensor
+    routing: Routing
+    experts: Experts
+    placement: Placement
+    recipe: Recipe
+    plan: Plan
+
+    def dispatch(self, send: Callable[[Tensor], tuple[Received, Handle]]) -> tuple[Received, Handle]:
+        """Rows of x as the recipe has them, to where `send` brings them."""
+        with self.meter.stage("dispatch"):
+            if not self.recipe.quantized:
+                return send(self.x)
+            received, handle = send(pack_records(quantize(self.x)))
+            if self.placement.num_identity:
+                handle = replace(handle, x=self.x)  # what stays here was not rounded
+            return unpack_received(received, self.x.shape[1]), handle
+
+    def compute(self, stage: Callable[[Received, Experts, Recipe], Tensor], received: Received) -> Tensor:
+        """The experts stage. If it fails here, the other ranks are on their way to combine: they have to be told."""
+        try:
+            with self.meter.stage("experts"):
+                return stage(received, self.experts, self.recipe)
+        except Exception as error:
+            self.backend.refuse("combine", error)
+            raise

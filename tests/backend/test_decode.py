@@ -105,7 +105,7 @@ def layer_twice(nodes: int, exchange: str, recipe_name: str, reduction: str) -> 
 
 
 @pytest.mark.parametrize("reduction", ["per_rank", "per_slot"])
-@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp8"])
 @pytest.mark.parametrize(("nodes", "exchange"), [(1, "direct"), (2, "direct"), (2, "hybrid")])
 def test_layer_has_the_bits_of_split(ranks: Ranks, nodes: int, exchange: str, recipe: str, reduction: str) -> None:
     assert ranks.run(layer_twice, nodes, exchange, recipe, reduction)[:4] == [[]] * 4

@@ -193,18 +193,20 @@ def decode_experts(cpu: CpuBackend, received: Received, weights: Experts, recipe
 
     Costs num_local times the rows of the capacity; for few tokens reading the weights costs more.
     """
-    hidden = received.rows.shape[-1]
-    num_local = len(received.num_tokens_per_expert)
+    hidden, num_local = received.rows.shape[-1], len(received.num_tokens_per_expert)
     rows, row_weights = received.rows.reshape(-1, hidden), received.topk_weights.reshape(-1)
+    scales = None if received.scales is None else received.scales.view(len(rows), -1)
     depth = received.rows.shape[1] if received.order == "batched" else len(rows)
-    out = torch.zeros(len(rows) + 1, hidden, dtype=rows.dtype)  # one row more, for what is padding
+    out = torch.zeros(len(rows) + 1, hidden, dtype=recipe.dtype)  # one row more, for what is padding
     for slot in range(num_local if depth else 0):
         mine = torch.arange(depth)
         valid = mine < received.num_tokens_per_expert[slot]
         place = torch.where(valid, received.expert_start[slot] + mine, len(rows))
         source = place.clamp(max=len(rows) - 1)
-        result = Expert(weights, slot, recipe)(rows[source], row_weights[source]).to(rows.dtype)
-        out.index_copy_(0, place, torch.where(valid.unsqueeze(1), result, 0))
+        expert = Expert(weights, slot, recipe)
+        taken = rows.view(torch.uint8)[source].view(rows.dtype) if rows.element_size() == 1 else rows[source]
+        result = expert(taken, row_weights[source], None if scales is None else scales[source])
+        out.index_copy_(0, place, torch.where(valid.unsqueeze(1), result, 0).to(out.dtype))
     return out[:-1].view(received.rows.shape)
 
 

@@ -144,7 +144,9 @@ def _agree_that_rows_fit(cpu: CpuBackend, layout: Layout, rows: RowOrder) -> Non
 
 def _payload(x: Tensor) -> dict:
     """What must be equal on all ranks for rows to travel."""
-    return {"hidden": x.shape[1], "dtype": str(x.dtype)}
+    if x.dtype == torch.uint8:
+        return {"dtype": "torch.float8_e4m3fn with scales", "bytes of a row": x.shape[1]}
+    return {"dtype": str(x.dtype), "hidden": x.shape[1]}
 
 
 def pack_routing(topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
