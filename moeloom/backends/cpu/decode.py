@@ -195,7 +195,7 @@ def decode_experts(cpu: CpuBackend, received: Received, weights: Experts, recipe
     """
     hidden, num_local = received.rows.shape[-1], len(received.num_tokens_per_expert)
     rows, row_weights = received.rows.reshape(-1, hidden), received.topk_weights.reshape(-1)
-    scales = None if received.scales is None else received.scales.view(len(rows), -1)
+    scales = None if received.scales is None else received.scales.view(-1, received.scales.shape[-1])
     depth = received.rows.shape[1] if received.order == "batched" else len(rows)
     out = torch.zeros(len(rows) + 1, hidden, dtype=recipe.dtype)  # one row more, for what is padding
     for slot in range(num_local if depth else 0):
