@@ -65,14 +65,13 @@ class ExpertGrads:
 class Pending:
     """An operation whose send half is done. `wait` is its receive half; in `hybrid` all ranks wait in equal order."""
 
-    receive: Callable[[], Any]
-    is_done: bool = False
+    receive: Callable[[], Any] | None
     result: Any = None
 
     def wait(self) -> Any:
         """What the operation returns; the same again if called again."""
-        if not self.is_done:
-            self.result, self.is_done = self.receive(), True
+        if self.receive is not None:
+            self.result, self.receive = self.receive(), None
         return self.result
 
 

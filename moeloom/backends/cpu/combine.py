@@ -190,4 +190,4 @@ def add_identity(total: Tensor, x: Tensor, handle: Handle, tile: slice, recipe: 
         term = torch.where(identity[:, k].unsqueeze(1), term + row, term)
     if recipe.reduction == "per_rank":
         term = term.to(recipe.dtype).float()
-    total.add_(term)
+    total.copy_(torch.where(identity.any(1, keepdim=True), total + term, total))  # elsewhere -0.0 stays -0.0

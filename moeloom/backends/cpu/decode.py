@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -42,7 +43,7 @@ class Decode:
 
     cpu: CpuBackend
     buffers: list[SymmetricBuffer] = field(init=False)
-    in_flight: list[Pending | None] = field(default_factory=lambda: [None] * BANKS)
+    in_flight: list[bool] = field(default_factory=lambda: [False] * BANKS)
 
     def __post_init__(self) -> None:
         self.buffers = [SymmetricBuffer(self.cpu.control) for _ in range(BANKS)]
@@ -54,14 +55,16 @@ class Decode:
     def check(self) -> None:
         """Raise what an earlier call has left to report, or if no buffer is free. Before the ranks agree."""
         self._raise_noted()
-        pending = self.in_flight[self._next]
-        if pending is not None and not pending.is_done:
+        if self.in_flight[self._next]:
             raise MoeloomError(f"{BANKS} operations are in flight already; wait for the older one first")
 
-    def take(self) -> tuple[int, SymmetricBuffer]:
-        """A buffer that no operation in flight uses, the same on all ranks. After the ranks have agreed."""
+    def take(self, regions: Sequence[Region]) -> tuple[int, SymmetricBuffer]:
+        """A buffer that no operation in flight uses, with room for regions; on all ranks the same, once they agreed."""
+        buffer = self.buffers[self._next]
+        buffer.ensure(regions)
         bank, self._next = self._next, (self._next + 1) % BANKS
-        return bank, self.buffers[bank]
+        self.in_flight[bank] = True
+        return bank, buffer
 
     def note_bad_ids(self, topk_idx: Tensor, num_ids: int) -> Tensor:
         """Ids out of range become -1, and are counted for `check`."""
@@ -123,10 +126,9 @@ def begin_dispatch(
         num_topk = routing.num_topk
         same = {"hidden": x.shape[1], "dtype": str(x.dtype), "top-k": num_topk, "exchange": exchange}
         cpu.control.agree({**same, "placement": placement.fingerprint, "pipeline": "decode"})
-        bank, buffer = decode.take()
         space = _space(cpu, exchange)
         regions = dispatch_regions(space, x.shape[1], num_topk, x.dtype.itemsize)
-        buffer.ensure(regions)
+        bank, buffer = decode.take(regions)
         topk_idx = decode.note_bad_ids(routing.topk_idx.long(), placement.num_ids)
         words = torch.full((space.max_tokens, routing_words(num_topk)), -1, dtype=torch.int32)
         words[: len(x)] = pack_routing(topk_idx, routing.topk_weights)
@@ -150,10 +152,10 @@ def begin_dispatch(
             handle = Handle(
                 owner, number, len(x), routing, placement, exchange, rows, layout, kept_x, paths, pipeline="decode"
             )
+            decode.in_flight[bank] = False
             return received, handle
 
-    decode.in_flight[bank] = pending = Pending(receive)
-    return pending
+    return Pending(receive)
 
 
 def begin_combine(cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Pending:
@@ -165,12 +167,11 @@ def begin_combine(cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe,
         decode.check()
         wanted = {"handle of operation": handle.number, "hidden": rows.shape[1], "dtype": str(rows.dtype)}
         cpu.control.agree({**wanted, "reduction": recipe.reduction, "weighted": weighted, "pipeline": "decode"})
-        bank, buffer = decode.take()
         writers = max(map(len, cpu.topology.nodes)) if per_node else num_ranks
         width = combine_lanes(recipe.reduction, num_topk, writers)
         # one row more, for what goes nowhere
         regions = (Region("returned", paths.space.rows * width + 1, rows.shape[1] * rows.element_size()),)
-        buffer.ensure(regions)
+        bank, buffer = decode.take(regions)
         region = buffer.view(regions, "returned", rows.dtype)
         region = region.view(len(cpu.local_ranks), paths.space.rows * width + 1, rows.shape[1])
         values, lane = _contributions(cpu, rows, handle, per_slot, per_node, weighted)
@@ -182,10 +183,11 @@ def begin_combine(cpu: CpuBackend, rows: Tensor, handle: Handle, recipe: Recipe,
             cpu.control.await_others(meeting, "contributions of the node")
             own = region[cpu.local_index, :-1].view(paths.space.rows, width, rows.shape[1])
             back = _return(cpu, own, values, handle, per_node)
-            return _total(cpu, own, back, handle, recipe, weighted)
+            y = _total(cpu, own, back, handle, recipe, weighted)
+            decode.in_flight[bank] = False
+            return y
 
-    decode.in_flight[bank] = pending = Pending(receive)
-    return pending
+    return Pending(receive)
 
 
 def decode_experts(cpu: CpuBackend, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
