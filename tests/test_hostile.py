@@ -261,6 +261,7 @@ def test_script_without_a_guard(tmp_path: Path) -> None:
 
 def test_function_that_cannot_be_sent() -> None:
     lock = threading.Lock()
+    before = multiprocessing.active_children()  # other tests' ranks may be alive
 
     def inner() -> None: ...
 
@@ -269,4 +270,4 @@ def test_function_that_cannot_be_sent() -> None:
             with pytest.raises(ValueError, match=f"{name} or its arguments cannot be sent to ranks .*`if __name__"):
                 pool.run(fn, *args)
         assert pool.run(layer, timeout=60) == [True, True]
-    assert not [one for one in multiprocessing.active_children() if one.name.startswith("rank ")]
+    assert set(multiprocessing.active_children()) <= set(before)
