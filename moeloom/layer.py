@@ -1,7 +1,8 @@
 """The whole layer as one operator of `torch.library`: `torch.ops.moeloom.moe`, with its gradients.
 
 An operator takes tensors and numbers only. Everything else about a call (Runtime, placement, recipe, plan, activation)
-is a `LayerCall`, which the operator finds by its number; the Runtime that made it keeps it alive.
+is a `LayerCall`, which the operator finds by its number, as long as somebody holds it: the Runtime the latest ones,
+`MoE` its own, and a graph until its backward.
 """
 
 from __future__ import annotations

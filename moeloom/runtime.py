@@ -106,19 +106,17 @@ class Runtime:
         Differentiable in x, the router weights and the experts' tensors: gradients of the sum of all ranks' losses.
         """
         with _poisoned_on_failure(out):
+            tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
             with self.refusing("dispatch"):
                 checks.check_devices(x, routing)
                 recipe = recipe or recipe_for(x.dtype)
                 checks.check_out(out, x)
                 call = self.layer_call(experts, recipe, plan, tokens_hint)
-            tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
-            grad = torch.is_grad_enabled() and any(
-                tensor is not None and tensor.requires_grad for tensor in (x, routing.topk_weights, *tensors)
-            )
-            with self.refusing("dispatch"):
+                grad = torch.is_grad_enabled() and any(
+                    tensor is not None and tensor.requires_grad for tensor in (x, routing.topk_weights, *tensors)
+                )
                 checks.check_forward_only(recipe, grad)
-            if grad and plan is not None and plan.pipeline == "decode":
-                with self.refusing("dispatch"):
+                if plan is not None and plan.pipeline == "decode":
                     checks.check_no_gradient(x, routing.topk_weights, *tensors)
             keep = grad and not torch.compiler.is_compiling()
             y = torch.ops.moeloom.moe(
