@@ -106,8 +106,8 @@ class Runtime:
         Differentiable in x, the router weights and the experts' tensors: gradients of the sum of all ranks' losses.
         """
         with _poisoned_on_failure(out):
-            tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
             with self.refusing("dispatch"):
+                tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
                 checks.check_devices(x, routing)
                 recipe = recipe or recipe_for(x.dtype)
                 checks.check_out(out, x)
