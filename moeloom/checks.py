@@ -82,6 +82,14 @@ def check_no_gradient(*tensors: Tensor | None) -> None:
         raise CapabilityError("the decode pipeline has no gradient; use torch.no_grad(), or the split pipeline")
 
 
+def check_pipeline(pipeline: str, backend: Backend) -> None:
+    """Raise unless the backend has it."""
+    if pipeline not in backend.pipelines:
+        raise CapabilityError(
+            f"pipeline is {pipeline!r}; the {backend.name} backend has {', '.join(backend.pipelines)}"
+        )
+
+
 def check_async(async_op: bool, pipeline: str) -> None:
     """Raise unless this pipeline has two halves."""
     if async_op and pipeline != "decode":

@@ -8,6 +8,7 @@ is a `LayerCall`, which the operator finds by its number, as long as somebody ho
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ from moeloom.backends.base import Backend, Handle, RowOrder
 from moeloom.config import Recipe
 from moeloom.experts import Experts
 from moeloom.meter import Meter
-from moeloom.pipeline import PIPELINES, Call
+from moeloom.pipeline import Call, run
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan
+from moeloom.plan.problem import Problem
 from moeloom.types import Routing
 
 _numbers = itertools.count()
@@ -37,33 +39,36 @@ _calls: weakref.WeakValueDictionary[int, LayerCall] = weakref.WeakValueDictionar
 class LayerCall:
     """One way of calling the layer: all but the tensors.
 
-    backend: gives the Runtime's backend, or raises if it is closed. choose: a plan for (hidden, top-k).
+    backend: gives the Runtime's backend, or raises if it is closed. choose: problem and plan for (hidden,
+    intermediate, top-k). record: told the problem, the plan and how long the forward took.
     like: an Experts of any tensors, for its options. handle: of the last forward that wants a backward, until it is
     taken.
     """
 
     backend: Callable[[], Backend]
     meter: Meter
-    choose: Callable[[int, int], Plan]
+    choose: Callable[[int, int, int], tuple[Problem, Plan]]
     like: Experts
     placement: Placement
     recipe: Recipe
     rank: int
     max_tokens: int | None
+    record: Callable[[Problem, str, float], None]
     handle: Handle | None = None
 
     def __post_init__(self) -> None:
         self.number = next(_numbers)
         _calls[self.number] = self
 
-    def forward(self, x: Tensor, routing: Routing, experts: Experts) -> tuple[Tensor, Handle]:
+    def forward(self, x: Tensor, routing: Routing, experts: Experts) -> tuple[Tensor, Handle | None]:
         """Check, plan and run."""
         backend = self.backend()
         try:
             checks.check_shapes(x, routing, self.recipe, self.rank, self.max_tokens)
             experts.check(self.placement.num_local(self.rank), x.shape[1])
             checks.check_weights(experts, self.recipe)
-            plan = self.choose(x.shape[1], routing.num_topk)
+            problem, plan = self.choose(x.shape[1], experts.down.shape[2], routing.num_topk)
+            checks.check_pipeline(plan.pipeline, backend)
             if plan.pipeline == "decode":
                 checks.check_decode(x, routing, "batched", self.recipe, self.rank, self.max_tokens)
             else:
@@ -72,7 +77,10 @@ class LayerCall:
             backend.refuse("dispatch", error)
             raise
         call = Call(backend, self.meter, x, routing, experts, self.placement, self.recipe, plan)
-        return PIPELINES[plan.pipeline](call)
+        start = time.perf_counter()
+        result = run(call)
+        self.record(problem, str(plan), time.perf_counter() - start)
+        return result
 
     def backward(self, d_y: Tensor, x: Tensor, handle: Handle, experts: Experts) -> list[Tensor]:
         """Gradients of x, of topk_weights and of the experts' tensors that require one, in `Experts.tensors` order.
@@ -136,7 +144,7 @@ def moe(
     if gate_up_scale is not None and down_scale is not None:
         experts = replace(experts, scales=(gate_up_scale, down_scale))
     y, handle = this.forward(x, Routing(topk_idx, topk_weights), experts)
-    this.handle = replace(handle, x=None) if keep else None  # autograd keeps x itself, or checkpointing drops it
+    this.handle = replace(handle, x=None) if keep and handle else None  # autograd keeps x itself, or checkpointing drops it
     return y
 
 
@@ -159,7 +167,7 @@ def moe_backward(
     """`LayerCall.backward` where no handle could be kept (compiled graphs): the routing is exchanged again."""
     this = _calls[call]
     backend = this.backend()
-    plan = this.choose(x.shape[1], topk_idx.shape[1])
+    _, plan = this.choose(x.shape[1], tensors[1].shape[2], topk_idx.shape[1])
     _, handle = backend.dispatch(x, Routing(topk_idx, topk_weights), this.placement, RowOrder(), plan.exchange)
     experts = this.experts([*tensors, *([] if has_biases else [None, None])], wanted)
     with _autograd_in_operator():

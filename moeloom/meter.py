@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from moeloom.backends.base import Traffic
+from moeloom.schedule.trace import Event
 
 
 @dataclass(frozen=True)
@@ -25,22 +26,39 @@ class StageStats:
 
 
 class Meter:
-    """Totals per stage over a Runtime's life."""
+    """Totals per stage over a Runtime's life. `events`: what ran when, while it is a list."""
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Traffic, rank: int) -> None:
+        self._traffic, self._rank = traffic, rank
         self.stages: dict[str, StageStats] = {}
+        self.events: list[Event] | None = None
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count what happens inside as one call of stage `name`."""
+    def stage(self, name: str, chunk: int = 0) -> Iterator[None]:
+        """Count what happens inside as one call of stage `name`. Stage "experts" moves nothing: while it computes,
+        traffic is another thread's.
+        """
         before, start = replace(self._traffic), time.perf_counter()
         yield
-        seconds, now, total = time.perf_counter() - start, self._traffic, self.stages.get(name, StageStats())
+        end, now, total = time.perf_counter(), self._traffic, self.stages.get(name, StageStats())
+        moved = Traffic() if name == "experts" else now
+        before = moved if name == "experts" else before
         self.stages[name] = StageStats(
             total.calls + 1,
-            total.seconds + seconds,
-            total.scale_up_bytes + now.scale_up_bytes - before.scale_up_bytes,
-            total.scale_out_bytes + now.scale_out_bytes - before.scale_out_bytes,
-            total.rows + now.rows - before.rows,
+            total.seconds + end - start,
+            total.scale_up_bytes + moved.scale_up_bytes - before.scale_up_bytes,
+            total.scale_out_bytes + moved.scale_out_bytes - before.scale_out_bytes,
+            total.rows + moved.rows - before.rows,
         )
+        if self.events is not None:
+            resource = "compute" if name == "experts" else "links"
+            self.events.append(Event(name, chunk, resource, start, end, self._rank))
+
+    @contextmanager
+    def tracing(self) -> Iterator[list[Event]]:
+        """While it is open, `events` is the list it gives."""
+        self.events = events = []
+        try:
+            yield events
+        finally:
+            self.events = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,6 +81,12 @@ class Placement:
     def fingerprint(self) -> int:
         """A number that differs between different placements, equal on all ranks for the same one."""
         return zlib.crc32(repr((self.slots, self.num_experts, self.num_identity)).encode())
+
+    @cached_property
+    def replica_period(self) -> int:
+        """Tokens this far apart are served by the same replicas: the least common multiple of their numbers."""
+        counts = Counter(expert for rank in self.slots for expert in rank)
+        return math.lcm(*counts.values())
 
     @cached_property
     def _replicas(self) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from moeloom import checks, env
+from moeloom import checks, env, machine_cache
 from moeloom.autograd import Combine, differentiable_dispatch
 from moeloom.backends.base import Backend, Handle, RowOrder
 from moeloom.backends.cpu.backend import CpuBackend
@@ -30,8 +30,10 @@ from moeloom.layout import check_order
 from moeloom.meter import Meter, StageStats
 from moeloom.pipeline import dispatch_rows
 from moeloom.placement import Placement
-from moeloom.plan.plan import Phase, Plan, Problem
-from moeloom.plan.planner import choose
+from moeloom.plan.plan import Plan
+from moeloom.plan.planner import Planner
+from moeloom.plan.problem import Phase, Problem
+from moeloom.schedule.trace import Event
 from moeloom.topology import Topology
 from moeloom.types import Order, Overflow, Quantized, Received, Routing
 
@@ -75,13 +77,15 @@ class Runtime:
                 "node": env.declared_node() or socket.gethostname(),
                 "max_tokens": max_tokens,
                 "topology": None if topology is None else [list(ranks) for ranks in topology.nodes],
+                **machine_cache.announcement(rank),
             },
         )
         _refuse_differences(announced)
         self.topology = topology or Topology.from_names([record["node"] for record in announced])
         self.rank, self.max_tokens = rank, max_tokens
         self._backend: Backend = CpuBackend(self._peers, store, self.topology, max_tokens)
-        self._meter = Meter(self._backend.traffic)
+        self._meter = Meter(self._backend.traffic, rank)
+        self._planner = Planner(machine_cache.setting(announced, self.topology))
         self._closed, self._process = False, os.getpid()
         self._even: dict[int, Placement] = {}
         self._calls: dict[tuple, LayerCall] = {}
@@ -249,12 +253,42 @@ class Runtime:
         hidden: int,
         num_experts: int,
         num_topk: int,
+        intermediate: int | None = None,
         num_tokens: int | None = None,
         recipe: Recipe = FP32,
         phase: Phase = "prefill",
+        agree: bool = False,
     ) -> Plan:
-        """What `moe` would run for such a problem; `.explain()` says why. Phase "decode" gives the decode pipeline."""
-        return choose(Problem(num_tokens, hidden, num_experts, num_topk, recipe, phase), self.topology)
+        """What `moe` would run for such a problem; `.explain()` says why. Only phase "decode" may give that pipeline.
+
+        A pure function of its arguments, which must be equal on all ranks, and needs no communication. With agree=True
+        it is collective: `num_tokens` is this rank's, the largest of all ranks counts, and what the ranks have measured
+        of such problems since corrects the model, equally on all.
+        """
+        problem = Problem(num_tokens, hidden, num_experts, num_topk, recipe, phase, intermediate)
+        if not agree:
+            return self._planner(problem)
+        shown = self._open().gather("plan", {"tokens": num_tokens, "problem": str(replace(problem, num_tokens=None))})
+        for rank, record in enumerate(shown):
+            if record["problem"] != shown[0]["problem"]:
+                raise ValueError(
+                    f"plan: the problem differs between ranks: rank 0 has {shown[0]['problem']}, rank {rank} has"
+                    f" {record['problem']}"
+                )
+        counts = [record["tokens"] for record in shown]
+        problem = replace(problem, num_tokens=None if None in counts else max(counts))
+        feedback = self._planner.feedback
+        self._planner.learn(problem, self._open().gather("plan", feedback.report(problem)))
+        return self._planner(problem)
+
+    def tracing(self) -> AbstractContextManager[list[Event]]:
+        """While it is open, every stage that runs on this rank is added to the list it gives."""
+        return self._meter.tracing()
+
+    @property
+    def backend(self) -> Backend:
+        """What runs the stages; for measurements and tests."""
+        return self._open()
 
     def stats(self) -> dict[str, StageStats]:
         """Per stage: calls, seconds, bytes on each link and rows, on this rank, since construction."""
@@ -297,13 +331,6 @@ class Runtime:
             raise ValueError(f"placement is for {placement.num_ranks} ranks; the Runtime has {num_ranks}")
         return placement
 
-    def _choose(
-        self, hidden: int, num_topk: int, placement: Placement, recipe: Recipe, tokens: int | None = None
-    ) -> Plan:
-        """The planner's choice for what all ranks know alike."""
-        num_tokens = self.max_tokens if tokens is None else tokens
-        return choose(Problem(num_tokens, hidden, placement.num_experts, num_topk, recipe), self.topology)
-
     def layer_call(self, experts: Experts, recipe: Recipe, plan: Plan | None, tokens_hint: int | None) -> LayerCall:
         """What `moe` does with experts of these options. The latest are kept; who needs one longer holds it."""
         placement = self._placement(experts.placement, experts.num_local)
@@ -311,14 +338,19 @@ class Runtime:
         key = (*options, placement, recipe, plan, tokens_hint)
         if key not in self._calls:
 
-            def choose_plan(hidden: int, num_topk: int) -> Plan:
-                return plan or self._choose(hidden, num_topk, placement, recipe, tokens_hint)
+            num_tokens = self.max_tokens if tokens_hint is None else tokens_hint
+
+            def choose_plan(hidden: int, intermediate: int, num_topk: int) -> tuple[Problem, Plan]:
+                shape = (hidden, placement.num_experts, num_topk)
+                problem = Problem(num_tokens, *shape, recipe, intermediate=intermediate)
+                return problem, plan or self._planner(problem)
 
             none = torch.empty(0)
             like = replace(experts, gate_up=none, down=none, gate_up_bias=None, down_bias=None, scales=None)
             self._calls[key] = LayerCall(
-                self._open, self._meter, choose_plan, like, placement, recipe, self.rank, self.max_tokens
-            )
+                self._open, self._meter, choose_plan, like, placement, recipe, self.rank, self.max_tokens,
+                self._planner.feedback.record,
+            )  # fmt: skip
             if len(self._calls) > MAX_LAYER_CALLS:
                 del self._calls[next(iter(self._calls))]
         return self._calls[key]

@@ -27,11 +27,12 @@ LAYERS: tuple[set[str], ...] = (
         "experts",
         "expert_layout",
         "quantize",
+        "schedule",
     },
     {"plan"},
     {"backends"},
     {"pipeline", "meter", "checks", "autograd", "layer"},
-    {"runtime", "launch", "checkpoint", "stored"},
+    {"runtime", "launch", "checkpoint", "stored", "machine_cache"},
     {"nn"},
     {"cli", "integrations", "__main__"},
 )
@@ -44,6 +45,7 @@ NEIGHBOURS = {
     "pipeline": {"meter"},
     "layer": {"autograd", "checks", "meter", "pipeline"},
     "checkpoint": {"stored"},
+    "runtime": {"machine_cache"},
     "__main__": {"cli"},
 }
 STAGES = ("dispatch", "experts", "combine")
@@ -117,7 +119,7 @@ def test_backends_do_not_know_each_other() -> None:
 
 def test_planner_is_pure_numbers() -> None:
     for path, _, text in files():
-        if path.startswith("plan/"):
+        if path.startswith(("plan/", "schedule/")):
             assert "torch.distributed" not in text and "torch.cuda" not in text and "import torch" not in text, path
 
 

@@ -88,6 +88,7 @@ class Backend(Protocol):
     """One way to do the stages on one kind of hardware. A backend that cannot do what is asked raises."""
 
     name: str
+    pipelines: tuple[str, ...]
     traffic: Traffic
 
     def dispatch(
@@ -114,6 +115,9 @@ class Backend(Protocol):
 
     def begin_combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Pending:
         """The send half of the combine of such a dispatch. `wait` gives `[T, H]`."""
+
+    def gather(self, kind: str, own: dict) -> list[dict]:
+        """Every rank's record, in rank order. Collective, a small one: JSON, at most a few kilobytes."""
 
     def refuse(self, kind: str, error: Exception) -> None:
         """Take part in operation `kind` by telling the other ranks why this rank cannot."""

@@ -2,83 +2,183 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
-from moeloom.config import Recipe
+from moeloom.plan.cost import StageTime
+from moeloom.plan.efficiency import RESOURCES
+from moeloom.schedule.chunk_graph import Stage, layer_graph
+from moeloom.schedule.tasks import TaskGraph
 from moeloom.types import ExchangeName
 
-Phase = Literal["train", "prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
-PipelineName = Literal["split", "decode"]
-PIPELINES: tuple[PipelineName, ...] = ("split", "decode")
+PipelineName = Literal["split", "mega", "decode"]
+PIPELINES: tuple[PipelineName, ...] = ("split", "mega", "decode")
 EXCHANGES: tuple[ExchangeName, ...] = ("direct", "hybrid")
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One MoE layer's work on each rank."""
-
-    num_tokens: int | None
-    hidden: int
-    num_experts: int
-    num_topk: int
-    recipe: Recipe
-    phase: Phase = "prefill"
-
-    def __str__(self) -> str:
-        tokens = "any number of" if self.num_tokens is None else str(self.num_tokens)
-        return (
-            f"{tokens} tokens per rank, hidden {self.hidden}, {self.num_experts} experts, top-{self.num_topk},"
-            f" recipe {self.recipe}"
-        )
-
-
-@dataclass(frozen=True)
 class Candidate:
-    """One way to run a problem, and what it is expected to put on the wires of one rank, per layer."""
+    """One way to run a problem, and what it is expected to take: one layer's forward on the busiest rank.
+
+    seconds: predicted; None if it cannot run, then `note` says why. stages: of the whole layer. tasks: the stages of
+    one chunk, for the graph. scale_up_bytes, scale_out_bytes: on the rank's links. memory_bytes: beside the weights.
+    """
 
     pipeline: PipelineName
     exchange: ExchangeName
-    scale_out_bytes: float
-    scale_up_bytes: float
-    microseconds: float
+    chunks: int = 1
+    seconds: float | None = None
+    stages: tuple[StageTime, ...] = ()
+    tasks: tuple[Stage, ...] = ()
+    scale_up_bytes: float = 0.0
+    scale_out_bytes: float = 0.0
+    memory_bytes: float = 0.0
+    num_comm_sms: int = 0
     note: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return _name(self.pipeline, self.exchange, self.chunks)
+
+    @property
+    def graph(self) -> TaskGraph:
+        """The tasks of the layer, with predicted times."""
+        return layer_graph(self.tasks, self.chunks)
+
+    def on(self, resource: str) -> float:
+        """Seconds of all stages on one resource, or of "latency"."""
+        return sum(getattr(stage, resource) for stage in self.stages)
+
+    @property
+    def bound(self) -> str:
+        """The resource (or "latency") that takes the largest part."""
+        return max((*RESOURCES, "latency"), key=self.on)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `Runtime` runs. `candidates` and `reason` say why; plans are equal if they run the same."""
+    """What `Runtime` runs. The rest says why; plans are equal if they run the same.
+
+    chunks: parts into which the batch is cut; the exchange of one part overlaps the experts of another.
+    reason: why it was taken. candidates: all that were looked at. context: lines about problem and machine.
+    roofline: seconds below which no implementation can be on this machine, and by what.
+    """
 
     pipeline: PipelineName = "split"
     exchange: ExchangeName = "direct"
+    chunks: int = 1
     reason: str = "given by the caller"
     candidates: tuple[Candidate, ...] = ()
+    context: tuple[str, ...] = ()
+    roofline: tuple[float, str] | None = None
 
     def __post_init__(self) -> None:
         if self.pipeline not in PIPELINES:
             raise ValueError(f"pipeline is {self.pipeline!r}; allowed: {', '.join(PIPELINES)}")
         if self.exchange not in EXCHANGES:
             raise ValueError(f"exchange is {self.exchange!r}; allowed: {', '.join(EXCHANGES)}")
+        if not isinstance(self.chunks, int) or self.chunks < 1:
+            raise ValueError(f"chunks is {self.chunks!r}; it must be an integer of at least 1")
+        if self.chunks > 1 and self.pipeline == "decode":
+            raise ValueError(f"chunks is {self.chunks}; the decode pipeline has fixed shapes and takes 1")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and (self.pipeline, self.exchange) == (other.pipeline, other.exchange)
+        return isinstance(other, Plan) and self._runs == other._runs
 
     def __hash__(self) -> int:
-        return hash((self.pipeline, self.exchange))
+        return hash(self._runs)
+
+    @property
+    def _runs(self) -> tuple[str, str, int]:
+        return self.pipeline, self.exchange, self.chunks
 
     def __str__(self) -> str:
-        return f"{self.pipeline}, {self.exchange}"
+        return _name(*self._runs)
+
+    @property
+    def chosen(self) -> Candidate | None:
+        """The candidate that runs; None if the plan was not made by the planner."""
+        return next((c for c in self.candidates if (c.pipeline, c.exchange, c.chunks) == self._runs), None)
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicted time of one layer's forward."""
+        return self.chosen.seconds if self.chosen else None
 
     def explain(self) -> str:
-        """All candidates with their expected traffic and communication time, and why this one was taken."""
-        lines = [f"plan: {self} ({self.reason})"]
-        for candidate in self.candidates:
-            chosen = (candidate.pipeline, candidate.exchange) == (self.pipeline, self.exchange)
+        """Why this plan: the limit of the machine, and every candidate's time, its parts, and why it lost."""
+        lines = [f"plan: {self} ({self.reason})", *(f"  {line}" for line in self.context)]
+        if self.roofline and self.seconds:
+            limit, by = self.roofline
             lines.append(
-                f"  {'*' if chosen else ' '} {candidate.pipeline} {candidate.exchange:<7}"
-                f" between nodes {candidate.scale_out_bytes / 1e6:9.3f} MB"
-                f"  within {candidate.scale_up_bytes / 1e6:9.3f} MB"
-                f"  ~{candidate.microseconds:8.1f} us  {candidate.note}".rstrip()
+                f"  roofline: {_time(limit)} by {_words(by)}; predicted {_time(self.seconds)}, {limit / self.seconds:.0%} of it"
             )
+        if self.candidates:
+            parts = "".join(f"{_words(name):>11}" for name in (*RESOURCES, "latency"))
+            lines.append(f"  {'candidate':<26}{'time':>11}{parts}{'memory':>11}")
+        for candidate in self.candidates:
+            lines.append(self._line(candidate))
         return "\n".join(lines)
+
+    def _line(self, candidate: Candidate) -> str:
+        if candidate.seconds is None:
+            return f"  {candidate.name:<26}cannot: {candidate.note}"
+        chosen = candidate is self.chosen
+        parts = "".join(f"{_time(candidate.on(name)):>11}" for name in (*RESOURCES, "latency"))
+        best = self.seconds or candidate.seconds
+        if chosen:
+            why = f"bound by {_words(candidate.bound)}"
+        else:
+            why = f"{candidate.seconds / best:.2f} x as long, {_words(candidate.bound)}" if best else ""
+        note = f"; {candidate.note}" if candidate.note else ""
+        memory = f"{candidate.memory_bytes / 1e6:.1f} MB"
+        mark = "*" if chosen else " "
+        return f"{mark} {candidate.name:<26}{_time(candidate.seconds):>11}{parts}{memory:>11}  {why}{note}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data, candidates included."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_json`. Raises ValueError for data of another form."""
+        names = {f.name for f in fields(cls)}
+        if not isinstance(data, Mapping) or not set(data) <= names:
+            found = sorted(data) if isinstance(data, Mapping) else type(data).__name__
+            raise ValueError(f"plan has {found}; allowed: {sorted(names)}")
+        try:
+            candidates = tuple(_candidate(entry) for entry in data.get("candidates", ()))
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"candidates of the plan do not fit this version: {error}") from None
+        roofline = data.get("roofline")
+        return cls(
+            **{
+                **data,
+                "candidates": candidates,
+                "context": tuple(data.get("context", ())),
+                "roofline": None if roofline is None else (float(roofline[0]), str(roofline[1])),
+            }
+        )
+
+
+def _candidate(data: Mapping[str, Any]) -> Candidate:
+    stages = tuple(StageTime(**entry) for entry in data.get("stages", ()))
+    tasks = tuple(Stage(**entry) for entry in data.get("tasks", ()))
+    return Candidate(**{**data, "stages": stages, "tasks": tasks})
+
+
+def _name(pipeline: str, exchange: str, chunks: int) -> str:
+    return f"{pipeline}, {exchange}" + (f", {chunks} chunks" if chunks > 1 else "")
+
+
+def _words(name: str) -> str:
+    return {"scale_up": "scale-up", "scale_out": "scale-out", "latency": "waits"}.get(name, name)
+
+
+def _time(seconds: float) -> str:
+    """Three digits or more: 4.7 us, 812.0 us, 12.30 ms, 1.500 s."""
+    if seconds < 1e-2:
+        return f"{seconds * 1e6:.1f} us"
+    return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.3f} s"

@@ -1,63 +1,67 @@
-"""Problem + topology -> Plan: a first, simple choice of the exchange by expected communication time.
-
-The numbers below stand for any machine: they decide between two exchanges, not how long either takes.
-"""
+"""Problem + setting -> Plan: a pure function of what all ranks share, so it needs no communication."""
 
 from __future__ import annotations
 
-from moeloom.plan.plan import PHASES, Candidate, PipelineName, Plan, Problem
-from moeloom.quantize import record_bytes
-from moeloom.topology import Topology
-from moeloom.types import ExchangeName
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import geometric_mean
 
-SCALE_OUT_BYTES_PER_US = 50e3  # one 400 Gbit/s network port per rank
-SCALE_UP_BYTES_PER_US = 370e3  # NVLink of Hopper, both directions at once, as measured on two H200
-MESSAGE_US = 5.0  # one network message's latency
-POST_US = 0.3  # to hand one message to the network card
-HOP_US = 3.0  # one more flag within a node: signal and poll
-UNKNOWN_TOKENS = 4096  # a training or prefill batch
+from moeloom.errors import CapabilityError
+from moeloom.plan.feedback import Feedback
+from moeloom.plan.plan import Candidate, Plan
+from moeloom.plan.problem import Problem
+from moeloom.plan.strategies import Setting, candidates, roofline
 
-
-def choose(problem: Problem, topology: Topology) -> Plan:
-    """The exchange with the least expected communication time; a pure function of what all ranks share."""
-    candidates = tuple(_candidate(problem, topology, exchange) for exchange in ("direct", "hybrid"))
-    if problem.phase not in PHASES:
-        raise ValueError(f"phase is {problem.phase!r}; allowed: {', '.join(PHASES)}")
-    if topology.num_nodes == 1:
-        return Plan(candidates[0].pipeline, "direct", "one node: nothing to forward", candidates[:1])
-    best = min(candidates, key=lambda candidate: candidate.microseconds)
-    reason = "least expected communication time" + ("" if problem.num_tokens is not None else ", tokens unknown")
-    return Plan(best.pipeline, best.exchange, reason, candidates)
+Corrections = Mapping[str, float]
 
 
-def reached(num_domains: float, share: float, num_topk: int) -> float:
-    """Expected number of `num_domains` domains, each holding `share` of the experts, that a token reaches.
+def choose(problem: Problem, setting: Setting, corrections: Corrections | None = None) -> Plan:
+    """The candidate with the least predicted time; of equals the first, which is the simpler one.
 
-    Uniform routing: 1 - (1 - share)^K for each.
+    corrections: measured over predicted time by candidate name, for problems of this size (`plan.feedback`). The other
+    candidates get the geometric mean of them: what makes one way slower than predicted mostly makes all slower.
+    Raises CapabilityError if nothing can run this problem, with every candidate's reason.
     """
-    return num_domains * (1.0 - (1.0 - share) ** num_topk)
+    known = corrections or {}
+    others = geometric_mean(known.values()) if known else 1.0
+    found = tuple(_corrected(c, known.get(c.name, others)) for c in candidates(problem, setting))
+    legal = [candidate for candidate in found if candidate.seconds is not None]
+    if not legal:
+        reasons = "; ".join(dict.fromkeys(f"{c.name}: {c.note}" for c in found))
+        raise CapabilityError(f"no plan for {problem}: {reasons}")
+    best = min(legal, key=lambda candidate: candidate.seconds or 0.0)
+    domains = setting.domains
+    context = (
+        f"problem: {problem}, {setting.choices} routing",
+        f"machine: {setting.machine.name}, {domains.num_ranks} ranks on {domains.num_nodes} node(s)",
+    )
+    reason = "least predicted time" + ("" if problem.num_tokens is not None else ", tokens unknown")
+    return Plan(best.pipeline, best.exchange, best.chunks, reason, found, context, roofline(problem, setting))
 
 
-def _candidate(problem: Problem, topology: Topology, exchange: ExchangeName) -> Candidate:
-    tokens = UNKNOWN_TOKENS if problem.num_tokens is None else problem.num_tokens
-    back = problem.hidden * problem.recipe.dtype.itemsize
-    there = record_bytes(problem.hidden) if problem.recipe.quantized else back
-    ranks, nodes = topology.num_ranks, topology.num_nodes
-    per_node = ranks / nodes
-    remote_ranks = reached(ranks - per_node, 1 / ranks, problem.num_topk)
-    remote_nodes = reached(nodes - 1, 1 / nodes, problem.num_topk)
-    local_ranks = reached(per_node - 1, 1 / ranks, problem.num_topk)
-    if exchange == "direct":
-        out, up, messages, hops = remote_ranks, local_ranks, ranks - per_node, 1
-        note = "one hop"
-    else:
-        # a forwarder hands on to the other ranks of its node what a source would send them itself
-        out, up, messages, hops = remote_nodes, local_ranks + remote_ranks * (1 - 1 / per_node), nodes - 1, 2
-        note = "one row per node, then forwarded"
-    # both ways: dispatch and combine
-    scale_out, scale_up = (tokens * (there + back) * rows for rows in (out, up))
-    posted = min(messages, tokens * problem.num_topk)  # a few tokens need few receivers
-    latency = 2 * (MESSAGE_US * min(messages, 1) + HOP_US * hops + POST_US * posted)
-    microseconds = scale_out / SCALE_OUT_BYTES_PER_US + scale_up / SCALE_UP_BYTES_PER_US + latency
-    pipeline: PipelineName = "decode" if problem.phase == "decode" else "split"
-    return Candidate(pipeline, exchange, scale_out, scale_up, microseconds, note)
+def _corrected(candidate: Candidate, factor: float) -> Candidate:
+    if factor == 1.0 or candidate.seconds is None:
+        return candidate
+    note = "; ".join(filter(None, (candidate.note, f"x {factor:.2f} as measured")))
+    return replace(candidate, seconds=candidate.seconds * factor, note=note)
+
+
+class Planner:
+    """`choose` for one Runtime: remembers its plans, and corrects them by what was measured."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.feedback = setting, Feedback()
+        self._plans: dict[Problem, Plan] = {}
+
+    def __call__(self, problem: Problem) -> Plan:
+        """The plan for a problem; a pure function of it and of what all ranks have agreed on."""
+        if problem not in self._plans:
+            self._plans[problem] = choose(problem, self.setting, self.feedback.corrections(problem))
+        return self._plans[problem]
+
+    def learn(self, problem: Problem, reports: list[dict[str, float]]) -> None:
+        """Correct the model by what every rank has measured; `reports` must be equal on all ranks."""
+        plain = choose(problem, self.setting)
+        predicted = {c.name: c.seconds for c in plain.candidates if c.seconds is not None}
+        self.feedback.update(problem, predicted, reports)
+        self._plans.clear()

@@ -30,6 +30,7 @@ class CpuBackend:
     """Shared memory within a node, gloo between nodes. See `Backend` for the stages."""
 
     name = "cpu"
+    pipelines = ("split", "decode")
 
     def __init__(self, peers: Peers, store: Store | None, topology: Topology, max_tokens: int | None) -> None:
         if (sys.platform, platform.machine()) != ("linux", "x86_64") and topology.num_ranks > 1:
@@ -83,6 +84,11 @@ class CpuBackend:
     def begin_combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Pending:
         """See `Backend.begin_combine`."""
         return begin_combine(self, rows, handle, recipe, weighted)
+
+    def gather(self, kind: str, own: dict) -> list[dict]:
+        """See `Backend.gather`."""
+        with self.control.operation(kind):
+            return self.control.agree({}, own)
 
     def refuse(self, kind: str, error: Exception) -> None:
         """See `Backend.refuse`. Raises the error on this rank."""
