@@ -173,7 +173,8 @@ class Runtime:
                 placed, rows = self._placement(placement, 0), RowOrder(order, alignment, capacity, overflow)
                 recipe = FP8 if isinstance(x, Quantized) else recipe_for(x.dtype)
                 checks.check_call(x, routing, placed, recipe, self.rank, self.max_tokens)
-                plan = plan or self._choose(given.shape[1], routing.num_topk, placed, recipe)
+                shape = (given.shape[1], placed.num_experts, routing.num_topk)
+                plan = plan or self._planner(Problem(self.max_tokens, *shape, recipe))
                 exchange = plan.exchange
 
         def run() -> tuple[Received, Handle]:

@@ -379,7 +379,7 @@ class CommOrder:
         raise ValueError(f"ticket is {ticket}; allowed: 0..{self.num_tickets - 1}")
 
     def position(self, task: Tile | CommTask) -> tuple[int, ...]:
-        """The place of a task of this rank among those of all ranks: pushes; by pass fan-out, then tiles; combines; sums.
+        """The place of a task of this rank among those of all: pushes; by pass fan-out, then tiles; combines; sums.
 
         Places of all ranks are compared as tuples, and differ.
         """
@@ -400,7 +400,7 @@ class CommOrder:
             if task.phase == "down":
                 return tiles.waits_for(task)
             stage = self.stages[1 + tiles.pass_of(tiles.first_block[task.expert] + task.m)]
-            arrived = stage.ends[task.expert - stage.experts.start]
+            arrived = stage.ends[task.expert - stage.experts.start] - 1
             return (*tiles.waits_for(task), *(stage.task(ticket) for ticket in range(arrived)))
         if task.kind == "push":
             return ()
