@@ -400,7 +400,7 @@ class CommOrder:
             if task.phase == "down":
                 return tiles.waits_for(task)
             stage = self.stages[1 + tiles.pass_of(tiles.first_block[task.expert] + task.m)]
-            arrived = stage.ends[task.expert - stage.experts.start] - 1
+            arrived = stage.ends[task.expert - stage.experts.start]
             return (*tiles.waits_for(task), *(stage.task(ticket) for ticket in range(arrived)))
         if task.kind == "push":
             return ()
@@ -416,7 +416,7 @@ class CommOrder:
             if peer != self.rank
             for block in range(-(-sum(own[peer]) // self.combine_tokens))
         )
-        return (*self._tiles("down", range(tiles.first_block[-1])), *arriving)
+        return tuple(arriving)
 
     def _stage(self, task: CommTask) -> Stage:
         """The stage that holds a task."""
