@@ -28,7 +28,7 @@ def execute(graph: TaskGraph, actions: Sequence[Action], caller: str) -> Timelin
         thread.start()
     run.work(caller)
     for thread in threads:
-        thread.join()
+        run.join(thread)
     if run.error is not None:
         raise run.error
     return Timeline(graph, tuple(span for span in run.spans if span is not None))
@@ -56,9 +56,20 @@ class _Run:
                 self.actions[place]()
                 self._end(place, Span(begin, time.perf_counter() - self._start))
         except BaseException as error:
-            with self._changed:
-                self.error = self.error or error
-                self._changed.notify_all()
+            self._fail(error)
+
+    def join(self, thread: threading.Thread) -> None:
+        """Wait for the end of a thread; an interrupt meanwhile is an error like others."""
+        while thread.is_alive():
+            try:
+                thread.join()
+            except BaseException as error:
+                self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
 
     def _ready(self, place: int) -> bool:
         """Wait until the task can begin; whether it still should."""

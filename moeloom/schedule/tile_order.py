@@ -378,17 +378,18 @@ class CommOrder:
             rest -= stage.size
         raise ValueError(f"ticket is {ticket}; allowed: 0..{self.num_tickets - 1}")
 
-    def position(self, task: Tile | CommTask) -> tuple[int, ...]:
+    def position(self, task: Tile | CommTask) -> tuple[int, int, tuple[int, ...]]:
         """The place of a task of this rank among those of all: pushes; by pass fan-out, then tiles; combines; sums.
 
-        Places of all ranks are compared as tuples, and differ.
+        Compared as tuples (stage, pass, place within); those of different tasks differ, also between ranks.
         """
         if isinstance(task, Tile):
             number = self.tiles.pass_of(self.tiles.first_block[task.expert] + task.m)
-            return (1, number, 1, self.tiles.ticket(task), self.rank)
+            return (1, number, (1, self.tiles.ticket(task), self.rank))
         stage = self._stage(task)
         order = {"push": 0, "fan_out": 1, "combine": 2, "sum": 3}[task.kind]
-        return (order, task.number, 0, stage.expert(task), stage.peers.index(task.peer), task.block, self.rank)
+        within = (0, stage.expert(task), stage.peers.index(task.peer), task.block, self.rank)
+        return (order, task.number, within)
 
     def waits_for(self, task: Tile | CommTask) -> tuple[Tile | CommTask, ...]:
         """What must have ended before a task of this rank: tiles of this rank, communication of this and of others.
@@ -416,7 +417,7 @@ class CommOrder:
             if peer != self.rank
             for block in range(-(-sum(own[peer]) // self.combine_tokens))
         )
-        return tuple(arriving)
+        return (*self._tiles("down", range(tiles.first_block[-1])), *arriving)
 
     def _stage(self, task: CommTask) -> Stage:
         """The stage that holds a task."""
