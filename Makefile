@@ -12,7 +12,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	python3 -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)
-	$(BIN)/pip install --quiet -e '.[dev,transformers,plot]'
+	$(BIN)/pip install --quiet -e '.[dev,transformers,plot,gpu]'
 	touch $@
 
 run: install

@@ -1,12 +1,16 @@
 """Is the planner right on this CPU? Every way to run a layer, interleaved, beside what the planner chose.
 
 A cell is one number of tokens on one topology. The choice is right if its measured median is within 10 % of the best
-one, or within the interquartile range of the best one's own times.
+one, or within the interquartile range of the best one's own times. With --link the two nodes are joined by a proxy
+process of that bandwidth, where chunks pay: their predicted and measured speed-up is shown.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from statistics import quantiles
 
@@ -15,12 +19,13 @@ import torch.distributed as dist
 
 from benchmarks.measure import interleaved, median
 from moeloom import FP32, Experts, Placement, Plan, RankPool, Routing, Runtime, Topology
-from moeloom.cli.measure import measure
+from moeloom.cli.measure import Around, measure
 from moeloom.machine_cache import cores
 from moeloom.plan.measured import Measured
 from moeloom.plan.planner import choose
 from moeloom.plan.problem import Domains, Problem
 from moeloom.plan.strategies import Setting
+from tests.support.throttle import ThrottledLink, throttled
 
 EXPERTS_PER_RANK = 8
 
@@ -66,6 +71,17 @@ class Outcome:
         """How much longer the choice takes than the best one: 0.1 is 10 %."""
         return median(self.times[str(self.plan)]) / median(self.times[self.best]) - 1
 
+    def speed_up(self) -> str:
+        """Of the best number of chunks over one, for the planned pipeline and exchange: predicted and measured."""
+        seconds = {c.name: c.seconds or 0.0 for c in self.plan.candidates}
+        serial = str(Plan("split", self.plan.exchange))
+        chunked = [name for name in self.times if name.startswith(f"{serial}, ")]
+        if not chunked:
+            return ""
+        best = min(chunked, key=lambda name: seconds[name])
+        measured = median(self.times[serial]) / median(self.times[best])
+        return f" | {best.rsplit(', ', 1)[1]} predicted {seconds[serial] / seconds[best]:.2f} measured {measured:.2f} x"
+
     @property
     def right(self) -> bool:
         """Within 10 %, or within the best one's interquartile range."""
@@ -79,12 +95,12 @@ class Outcome:
             f"{cell.ranks} ranks {cell.nodes} nodes T={cell.tokens:<4} H={cell.hidden:<4} K={cell.topk}"
             f" | planned {self.plan!s:<24} predicted {(self.plan.seconds or 0) * 1e3:8.2f} ms measured"
             f" {measured * 1e3:8.2f} ms | best {self.best:<24} {median(self.times[self.best]) * 1e3:8.2f} ms"
-            f" | {'right' if self.right else f'{self.lost:.0%} slower'}"
+            f" | {'right' if self.right else f'{self.lost:.0%} slower'}{self.speed_up()}"
         )
 
 
-def run_cell(cell: Cell, names: list[Plan], rounds: int) -> dict[str, list[float]]:
-    """On a rank: seconds of each candidate, round by round."""
+def run_cell(cell: Cell, names: list[Plan], rounds: int, around: Around) -> dict[str, list[float]]:
+    """On a rank: seconds of each candidate, round by round. All give the same bits."""
     torch.set_num_threads(max(1, cores() // cell.ranks))
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
@@ -98,17 +114,22 @@ def run_cell(cell: Cell, names: list[Plan], rounds: int) -> dict[str, list[float
     ids = torch.rand(cell.tokens, experts, generator=generator).topk(cell.topk).indices
     routing = Routing(ids, torch.rand(cell.tokens, cell.topk, generator=generator))
     x = torch.randn(cell.tokens, cell.hidden, generator=generator)
-    with Runtime(max_tokens=cell.tokens, timeout=120, topology=Topology.split(cell.ranks, cell.nodes)) as rt:
+    topology = Topology.split(cell.ranks, cell.nodes)
+    with around(), Runtime(max_tokens=cell.tokens, timeout=120, topology=topology) as rt:
+        first = {plan.exchange: rt.moe(x, routing, weights, plan=Plan("split", plan.exchange)) for plan in names}
+        for plan in names:
+            if not torch.equal(rt.moe(x, routing, weights, plan=plan), first[plan.exchange]):
+                raise AssertionError(f"{plan} gives other bits than split, {plan.exchange}")
         return interleaved(
             {str(plan): lambda plan=plan: rt.moe(x, routing, weights, plan=plan) for plan in names}, rounds
         )
 
 
-def outcome(pool: RankPool, cell: Cell, measured: Measured, rounds: int) -> Outcome:
+def outcome(pool: RankPool, cell: Cell, measured: Measured, rounds: int, around: Around) -> Outcome:
     """Plan and measure one cell."""
     plan = cell.plan(measured)
     names = [Plan(c.pipeline, c.exchange, c.chunks) for c in plan.candidates if c.seconds is not None]
-    results = pool.run(run_cell, cell, names, rounds)
+    results = pool.run(run_cell, cell, names, rounds, around)
     times = {str(p): [max(r) for r in zip(*(result[str(p)] for result in results), strict=True)] for p in names}
     return Outcome(cell, plan, times)
 
@@ -117,25 +138,37 @@ def main() -> None:
     """Measure the machine, then every cell; print a line for each and the share of right choices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--nodes", default="1,2")
     parser.add_argument("--tokens", default="1,4,16,64,256,1024")
     parser.add_argument("--shapes", default="512x256x4,1024x512x8", help="hidden x intermediate x top-k")
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--link", type=float, default=0.0, help="bytes per second between two nodes; 0: no proxy")
     parser.add_argument("--all", action="store_true", help="show every candidate")
     chosen = parser.parse_args()
-    measured = [event for event in measure(chosen.ranks) if isinstance(event, Measured)][0]
-    outcomes = []
-    with RankPool(chosen.ranks) as pool:
-        for shape in chosen.shapes.split(","):
-            hidden, intermediate, topk = map(int, shape.split("x"))
-            for nodes in (1, 2):
-                for tokens in map(int, chosen.tokens.split(",")):
-                    cell = Cell(chosen.ranks, nodes, tokens, hidden, intermediate, topk)
-                    outcomes.append(outcome(pool, cell, measured, chosen.rounds))
-                    print(outcomes[-1].line(), flush=True)
-                    if chosen.all:
-                        print(details(outcomes[-1]), flush=True)
+    with ExitStack() as stack:
+        around: Around = nullcontext
+        if chosen.link:
+            link = stack.enter_context(ThrottledLink(bytes_per_second=chosen.link))
+            around = functools.partial(throttled, link.address)
+        measured = next(event for event in measure(chosen.ranks, around=around) if isinstance(event, Measured))
+        pool = stack.enter_context(RankPool(chosen.ranks))
+        outcomes = []
+        for cell in cells(chosen):
+            outcomes.append(outcome(pool, cell, measured, chosen.rounds, around))
+            print(outcomes[-1].line(), flush=True)
+            if chosen.all:
+                print(details(outcomes[-1]), flush=True)
     right = sum(each.right for each in outcomes)
     print(f"planner right in {right} of {len(outcomes)} cells")
+
+
+def cells(chosen: argparse.Namespace) -> Iterator[Cell]:
+    """What is to be run."""
+    for shape in chosen.shapes.split(","):
+        hidden, intermediate, topk = map(int, shape.split("x"))
+        for nodes in map(int, chosen.nodes.split(",")):
+            for tokens in map(int, chosen.tokens.split(",")):
+                yield Cell(chosen.ranks, nodes, tokens, hidden, intermediate, topk)
 
 
 def details(found: Outcome) -> str:

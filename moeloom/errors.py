@@ -17,7 +17,12 @@ class CapacityError(MoeloomError):
     """More tokens, rows or bytes than there is room for; the message names need, limit and the setting to change."""
 
 
-_ACROSS_RANKS = {cls.__name__: cls for cls in (MoeloomError, PeerTimeout, CapabilityError, CapacityError, ValueError)}
+class KernelError(MoeloomError):
+    """A kernel that cannot be compiled, loaded or launched; the message holds the compiler's or the driver's words."""
+
+
+_ERRORS = (MoeloomError, PeerTimeout, CapabilityError, CapacityError, KernelError, ValueError)
+_ACROSS_RANKS = {cls.__name__: cls for cls in _ERRORS}
 
 
 def to_record(error: BaseException) -> dict[str, str]:

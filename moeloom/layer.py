@@ -144,7 +144,9 @@ def moe(
     if gate_up_scale is not None and down_scale is not None:
         experts = replace(experts, scales=(gate_up_scale, down_scale))
     y, handle = this.forward(x, Routing(topk_idx, topk_weights), experts)
-    this.handle = replace(handle, x=None) if keep and handle else None  # autograd keeps x itself, or checkpointing drops it
+    this.handle = (
+        replace(handle, x=None) if keep and handle else None
+    )  # autograd keeps x itself, or checkpointing drops it
     return y
 
 

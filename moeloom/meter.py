@@ -57,7 +57,8 @@ class Meter:
     @contextmanager
     def tracing(self) -> Iterator[list[Event]]:
         """While it is open, `events` is the list it gives."""
-        self.events = events = []
+        events: list[Event] = []
+        self.events = events
         try:
             yield events
         finally:

@@ -338,7 +338,6 @@ class Runtime:
         options = (experts.activation, experts.gate_up_order, experts.weight_on_input)
         key = (*options, placement, recipe, plan, tokens_hint)
         if key not in self._calls:
-
             num_tokens = self.max_tokens if tokens_hint is None else tokens_hint
 
             def choose_plan(hidden: int, intermediate: int, num_topk: int) -> tuple[Problem, Plan]:

@@ -95,7 +95,7 @@ def test_plain_report() -> None:
     assert max(map(len, out.splitlines())) <= 80 and not re.search(r" $", out, re.MULTILINE)
     for stage in ("dispatch", "experts", "combine", "total"):
         assert re.search(rf"^\| {stage} +\| +[\d.]+ ms ", out, re.MULTILINE), out
-    assert "plan: split, direct (one node" in out
+    assert "plan: split, direct (least predicted time)" in out and re.search(r"^predicted \S+ ms, bound by ", out, re.M)
     assert "expert load: 1024 rows" in out and "####" in out
     assert re.search(r"^check passed: error \S+, allowed \S+ \(twice that of PyTorch in fp32\),$", out, re.MULTILINE)
     assert "4 ranks, 128 tokens" in out
@@ -104,7 +104,7 @@ def test_plain_report() -> None:
 def test_two_nodes_hybrid_bf16() -> None:
     result = invoke("--nodes", "2", "--exchange", "hybrid", "--recipe", "bf16", "--reduction", "per_slot")
     assert result.exit_code == 0, result.output
-    assert "4 ranks on 2 nodes" in result.output and "* split hybrid" in result.output
+    assert "4 ranks on 2 nodes" in result.output and "plan: split, hybrid (--exchange hybrid)" in result.output
     assert "bf16/per_slot" in result.output and "(twice that of PyTorch in bf16)" in result.output
     total = next(line for line in result.output.splitlines() if line.startswith("| total"))
     assert total.split("|")[5].strip() != "-", "nothing between nodes"

@@ -29,7 +29,7 @@ LAYERS: tuple[set[str], ...] = (
         "quantize",
         "schedule",
     },
-    {"plan"},
+    {"plan", "jit"},
     {"backends"},
     {"pipeline", "meter", "checks", "autograd", "layer"},
     {"runtime", "launch", "checkpoint", "stored", "machine_cache"},
@@ -58,6 +58,7 @@ MAX_ENVIRONMENT_VARIABLES = 8
 # what may exceed a limit, and why
 EXCEPTIONS: dict[str, str] = {
     "cli/app.py:run": "one parameter per command line option",
+    "cli/app.py:plan": "one parameter per command line option",
     "runtime.py:dispatch": "the options of a stage, by keyword",
     "autograd.py:backward": "torch wants one gradient per input",
     "layer.py:_backward": "torch wants one gradient per input",

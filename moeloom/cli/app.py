@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Generator
 from contextlib import closing
@@ -12,10 +13,13 @@ import typer
 from rich.console import Console
 
 import moeloom
-from moeloom import env
+from moeloom import env, machine_cache
 from moeloom.cli.doctor import examine, works
+from moeloom.cli.drawings import save_trace
 from moeloom.cli.findings import as_json, print_findings
-from moeloom.cli.report import passed, print_report, progress_bar
+from moeloom.cli.measure import run_measure, table_of
+from moeloom.cli.plan import CPU, MACHINES, Output, PhaseName, Query, parse_range, show_plans
+from moeloom.cli.report import passed, print_report, progress_bar, trace_title
 from moeloom.cli.run import ExchangeChoice, RecipeName, Report, Settings, Step, run_rank
 from moeloom.errors import MoeloomError
 from moeloom.launch import RankPool
@@ -79,6 +83,12 @@ def run(
     ] = "",
     layer: Annotated[int, typer.Option(min=0, help="Which layer of the checkpoint.")] = 0,
     backward: Annotated[bool, typer.Option("--backward", help="Run the backward too, and check x's gradient.")] = False,
+    chunks: Annotated[
+        int, typer.Option(help="Parts of the batch, so that links and experts overlap; 0 asks the planner.")
+    ] = 0,
+    trace: Annotated[
+        str, typer.Option(metavar="FILE", help="Save what ran when in the last step: .json for Perfetto, or .png.")
+    ] = "",
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Run one mixture-of-experts layer on several ranks, check the result and report time and traffic.
@@ -91,12 +101,91 @@ def run(
             model=model, scale=scale, tokens=parse_tokens(tokens, num_ranks),
             nodes=nodes if nodes or dist.is_initialized() else DEFAULT_NODES,
             exchange=exchange, recipe_name=recipe, reduction=reduction, routing=routing, steps=steps, check=check,
-            seed=seed, timeout=timeout, checkpoint=checkpoint, layer=layer, backward=backward,
+            seed=seed, timeout=timeout, checkpoint=checkpoint, layer=layer, backward=backward, chunks=chunks,
+            trace=trace,
         )  # fmt: skip
     except ValueError as error:
         _report_error(error, debug)
         raise typer.Exit(USAGE) from None
     raise typer.Exit(execute(settings, debug=debug))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="Preset of moeloom.models.")] = "deepseek-v3",
+    machine: Annotated[
+        str, typer.Option(help=f"{', '.join(MACHINES)}; or {CPU}: this machine, as `moeloom measure` found it.")
+    ] = "h200",
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, show_default="as the machine has", help="GPUs that share a scale-up domain.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="Scale-up domains.")] = 1,
+    tokens: Annotated[
+        str, typer.Option(help="Per GPU: a number, several (1,64,4096), or a range by powers of two.")
+    ] = "1..8192",
+    phase: Annotated[PhaseName, typer.Option(help="Decode allows fixed shapes; train needs a backward.")] = "decode",
+    recipe: Annotated[RecipeName, typer.Option(help="Dtype of tokens, weights and rows.")] = "bf16",
+    routing: Annotated[
+        str, typer.Option(metavar="uniform|skewed|FILE", help="How tokens choose experts; a FILE as for run.")
+    ] = "uniform",
+    sweep: Annotated[bool, typer.Option("--sweep", help="Also for fewer nodes: 1, 2, 4, ...")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show all candidates of every row.")] = False,
+    plot: Annotated[
+        str, typer.Option(metavar="FILE", help="Draw time over tokens, with the machine's limits: .png, .svg or .pdf.")
+    ] = "",
+    trace: Annotated[
+        str, typer.Option(metavar="FILE", help="Save the predicted timeline of one row: .json for Perfetto, or .png.")
+    ] = "",
+    as_json_text: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Say how one mixture-of-experts layer would best be run on a machine, how long it would take, and why.
+
+    Nothing is run: times are predicted. Exit code 1 if there is no way to run it.
+    """
+    try:
+        query = Query(
+            model=model, machine=machine, gpus_per_node=gpus_per_node, nodes=nodes, tokens=parse_range(tokens),
+            phase=phase, recipe_name=recipe, routing=routing, sweep=sweep,
+        )  # fmt: skip
+        output = Output(explain=explain, as_json=as_json_text, plot=plot, trace=trace)
+        output.check(query)
+    except ValueError as error:
+        _report_error(error, debug)
+        raise typer.Exit(USAGE) from None
+    try:
+        found = show_plans(Console(highlight=False), query, output)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:  # whatever it is, a user gets one line and an exit code
+        _report_error(error, debug)
+        raise typer.Exit(FAILED) from None
+    raise typer.Exit(0 if found else FAILED)
+
+
+@app.command()
+def measure(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, show_default="as many as cores, 4 at most", help="Ranks that work at once.")
+    ] = None,
+    times: Annotated[int, typer.Option(min=3, help="How often each point is timed.")] = 9,
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Keep the result for later plans.")] = True,
+    as_json_text: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Measure what this machine gives to ranks, for plans. Takes about 10 seconds; run it while nothing else runs."""
+    try:
+        found = run_measure(Console(stderr=True, highlight=False), ranks or min(4, machine_cache.cores()), times)
+        typer.echo(json.dumps(found.to_json(), indent=1) if as_json_text else table_of(found))
+        if keep:
+            typer.echo(f"kept in {machine_cache.store(found)}", err=True)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:  # whatever it is, a user gets one line and an exit code
+        _report_error(error, debug)
+        raise typer.Exit(FAILED) from None
 
 
 @app.command()
@@ -150,6 +239,8 @@ def execute(settings: Settings, *, debug: bool = False, console: Console | None 
         if report is None:  # rank 0 has it
             return 0
         print_report(console, settings, report)
+        if settings.trace:
+            save_trace(report.trace, settings.trace, trace_title(settings, report))
         return 0 if passed(report) else FAILED
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)

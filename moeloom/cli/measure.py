@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from moeloom import machine_cache
 from moeloom.config import BF16, FP8, FP32, Recipe
@@ -28,7 +29,7 @@ from moeloom.plan.flow import expected_flow
 from moeloom.plan.machine import Machine
 from moeloom.plan.measured import Measured
 from moeloom.plan.plan import PipelineName, Plan
-from moeloom.plan.problem import Domains, Problem
+from moeloom.plan.problem import Domains, Phase, Problem
 from moeloom.plan.strategies import all_room
 from moeloom.plan.work import STAGES, Work, layer_work
 from moeloom.runtime import Runtime
@@ -43,6 +44,37 @@ PIPELINES_MEASURED: tuple[PipelineName, ...] = ("split", "decode")
 LEAST = 1e-9  # seconds; a difference of two medians may come out negative
 
 
+def run_measure(console: Console, ranks: int, times: int) -> Measured:
+    """`measure`, saying on the console what it does."""
+    with console.status("measuring") as status:
+        for event in measure(ranks, times):
+            if isinstance(event, Measured):
+                return event
+            status.update(event)
+    raise AssertionError("measure yields a machine last")
+
+
+def table_of(measured: Measured) -> str:
+    """The numbers for people, one per line."""
+    machine = measured.machine
+    lines = [f"{machine.name}: {measured.ranks} ranks at once on {measured.cores} cores; each gets"]
+    lines += [f"  products {name:<5}{rate / 1e9:>18.1f} GFLOP/s" for name, rate in machine.flops.items()]
+    for name, rate in (("memory", machine.memory_bandwidth), ("between nodes", machine.scale_out_bandwidth)):
+        if rate is not None:
+            lines.append(f"  {name:<14}{rate / 1e9:>18.2f} GB/s")
+    for name, seconds in (("in a node", machine.scale_up_latency), ("between nodes", machine.scale_out_latency)):
+        lines.append(f"  {'round ' + name:<20}{seconds * 1e6:>12.1f} us")
+    for pipeline, efficiency in measured.efficiencies.items():
+        for stage in STAGES:
+            rates = efficiency.rates(stage)
+            share = rates.compute if stage == "experts" else rates.memory
+            of = "product" if stage == "experts" else "memory"
+            fixed = (rates.expert_seconds if stage == "experts" else rates.fixed_seconds) * 1e6
+            each = "an expert" if stage == "experts" else "a call"
+            lines.append(f"  {pipeline:<7}{stage:<9}{share:>8.0%} of the {of} rate, {fixed:.0f} us {each}")
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class Point:
     """One way of calling the layer that is timed."""
@@ -54,7 +86,7 @@ class Point:
 
     def problem(self, ranks: int) -> Problem:
         """What it asks of each rank."""
-        phase = "decode" if self.pipeline == "decode" else "prefill"
+        phase: Phase = "decode" if self.pipeline == "decode" else "prefill"
         return Problem(self.tokens, HIDDEN, EXPERTS_PER_RANK * ranks, TOPK, FP32, phase, INTERMEDIATE)
 
     def works(self, ranks: int) -> dict[str, Work]:
@@ -150,9 +182,7 @@ def _experts(probes: Probes, machine: Machine, ranks: int, pipeline: PipelineNam
     return Rates(compute=_share(many.flops / flops, rest), expert_seconds=each)
 
 
-def _move(
-    probes: Probes, machine: Machine, ranks: int, pipeline: PipelineName, stage: str
-) -> tuple[Rates, float]:
+def _move(probes: Probes, machine: Machine, ranks: int, pipeline: PipelineName, stage: str) -> tuple[Rates, float]:
     """dispatch or combine: what is fixed, from few tokens on one node; the share of the memory's rate, from many; the
     rounds and the bytes per second between nodes, from what two nodes add.
     """

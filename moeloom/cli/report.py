@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from moeloom.cli.check import Verdict
+from moeloom.cli.drawings import WORDS, time_text
 from moeloom.cli.run import SYNTHETIC_ROUTING, RankReport, Report, Settings, Step
 from moeloom.meter import StageStats
+from moeloom.plan.plan import Plan
 
 STAGES = ("dispatch", "experts", "combine", "backward")
 MAX_BARS = 16
@@ -52,7 +55,7 @@ def print_report(console: Console, settings: Settings, report: Report) -> None:
     console.print(_stage_table(report.ranks, is_plain(console)))
     _print_notes(console, settings)
     console.print()
-    _print_plan(console, report)
+    _print_plan(console, settings, report)
     console.print()
     _print_load(console, settings, report)
     for what in report.ranks[0].verdicts:
@@ -126,11 +129,44 @@ def _print_notes(console: Console, settings: Settings) -> None:
         _say(console, note, style="dim")
 
 
-def _print_plan(console: Console, report: Report) -> None:
-    """`Plan.explain`, long lines continued further in."""
-    for line in report.plan.explain().splitlines():
-        _say(console, line, style="dim" if line.startswith("    ") else None, indent=" " * 8)
-    _say(console, "Expected bytes and time of one rank per layer, on the links of a GPU node.", style="dim")
+def _print_plan(console: Console, settings: Settings, report: Report) -> None:
+    """The plan that ran, what was expected of it and what it took."""
+    plan, measured = report.plan, report.forward_seconds
+    _say(console, f"plan: {plan} ({plan.reason})", indent="  ")
+    if plan.seconds and plan.chosen:
+        bound = WORDS.get(plan.chosen.bound, plan.chosen.bound)
+        _say(
+            console,
+            f"predicted {time_text(plan.seconds)}, bound by {bound}; measured {time_text(measured)}:"
+            f" {measured / plan.seconds:.2f} x as long",
+        )
+    else:
+        _say(console, f"measured {time_text(measured)}; no prediction: {_why_none(plan)}")
+    others = [c for c in plan.candidates if c is not plan.chosen and c.seconds is not None]
+    if others:
+        second = min(others, key=lambda candidate: candidate.seconds or 0.0)
+        is_better = (second.seconds or 0.0) < (plan.seconds or math.inf)
+        words = "the planner would take" if is_better else "runner-up"
+        _say(console, f"{words}: {second.name}, predicted {time_text(second.seconds or 0.0)}")
+    note = f"Both of a forward: the slowest rank's, median of {_count(settings.steps, 'step')}."
+    if plan.chunks > 1:
+        note += " Its stages overlap."
+    _say(console, note, style="dim")
+    for line in plan.context[1:]:
+        _say(console, f"Predicted for {line.removeprefix('machine: ')}.", style="dim")
+
+
+def _why_none(plan: Plan) -> str:
+    """Why the planner does not know the plan that ran."""
+    same = [c for c in plan.candidates if (c.pipeline, c.exchange) == (plan.pipeline, plan.exchange)]
+    notes = [candidate.note for candidate in same if candidate.seconds is None]
+    known = sorted(candidate.chunks for candidate in same)
+    return notes[0] if notes else f"{plan.chunks} chunks; the planner looks at {', '.join(map(str, known))}"
+
+
+def trace_title(settings: Settings, report: Report) -> str:
+    """For a drawing of the last step."""
+    return f"{settings.shape.name}, {_count(settings.num_ranks, 'rank')}, {settings.recipe}: {report.plan}"
 
 
 def _print_load(console: Console, settings: Settings, report: Report) -> None:

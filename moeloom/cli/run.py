@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
+import socket
+import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import torch
@@ -15,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moeloom.cli.check import Verdict, judge
+from moeloom.cli.drawings import TRACE_ENDINGS, check_file, predicted_events
 from moeloom.cli.weights import local_experts, one_expert, random_for, read_shape
 from moeloom.config import RECIPES, Recipe
 from moeloom.meter import StageStats
@@ -22,6 +28,7 @@ from moeloom.models import MODELS, ModelShape
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan
 from moeloom.runtime import Runtime
+from moeloom.schedule.trace import Event
 from moeloom.topology import Topology
 from moeloom.types import ExchangeName, ReductionName, Routing
 
@@ -38,6 +45,7 @@ class Settings:
     routing: "uniform", "skewed", or the path of a safetensors file.
     checkpoint, layer: read the experts of that layer from a Hugging Face folder, whose shape then replaces the model's.
     backward: run the backward too, and check the gradient of x.
+    chunks: parts of the batch; 0 asks the planner. trace: a file for what ran when in the last step.
     corrupt: spoil one value before the check, to see it fail; no option sets it.
     """
 
@@ -56,6 +64,8 @@ class Settings:
     checkpoint: str = ""
     layer: int = 0
     backward: bool = False
+    chunks: int = 0
+    trace: str = ""
     corrupt: bool = False
 
     def __post_init__(self) -> None:
@@ -69,12 +79,14 @@ class Settings:
             raise ValueError(f"--timeout is {self.timeout:g}; it must be positive seconds")
         if self.checkpoint:
             read_shape(self.checkpoint)  # raises
-        elif self.model not in MODELS:
-            close = difflib.get_close_matches(self.model.lower(), MODELS)
-            names = f"close: {', '.join(close)}" if close else f"known: {', '.join(sorted(MODELS))}"
-            raise ValueError(f"--model is {self.model!r}, which is no known model; {names}")
+        else:
+            one_model(self.model)  # raises
         if self.routing not in SYNTHETIC_ROUTING:
             load_routing(self.routing, self.shape.num_choices)  # raises; not kept, the ranks read it themselves
+        if self.chunks < 0:
+            raise ValueError(f"--chunks is {self.chunks}; allowed: 1 and more, or 0 to ask the planner")
+        if self.trace:
+            check_file("--trace", self.trace, TRACE_ENDINGS)
 
     @property
     def num_ranks(self) -> int:
@@ -125,13 +137,17 @@ class RankReport:
     """What one rank measured.
 
     stages: for each timed step what each stage took. load: its tokens' rows per id, those of identity experts last.
-    verdicts: of each result that was checked, by its name.
+    verdicts: of each result that was checked, by its name. forwards: seconds of each timed step's forward.
+    events: what ran when in the last step, if it was traced; host: whose clock that is.
     """
 
     rank: int
     stages: tuple[dict[str, StageStats], ...]
     load: tuple[int, ...]
     verdicts: dict[str, Verdict]
+    forwards: tuple[float, ...]
+    events: tuple[Event, ...] = ()
+    host: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +157,27 @@ class Report:
     topology: Topology
     plan: Plan
     ranks: tuple[RankReport, ...]
+
+    @property
+    def forward_seconds(self) -> float:
+        """A step's forward takes as long as on its slowest rank; the median of the steps."""
+        return median(map(max, zip(*(one.forwards for one in self.ranks), strict=True)))
+
+    @property
+    def trace(self) -> list[Event]:
+        """The last step as measured, and as predicted; both begin at 0, on each host.
+
+        Clocks of hosts differ by more than a step takes; ranks enter a step together.
+        """
+        begins: dict[str, float] = {}
+        for one in self.ranks:
+            begins[one.host] = min([begins.get(one.host, math.inf), *(event.begin for event in one.events)])
+        measured = [
+            replace(event, begin=event.begin - begins[one.host], end=event.end - begins[one.host])
+            for one in self.ranks
+            for event in one.events
+        ]
+        return predicted_events(self.plan) + measured
 
 
 def run_rank(settings: Settings) -> Iterator[Step | Report]:
@@ -158,15 +195,19 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
             d_y = torch.randn(x.shape, generator=random_for(settings.seed, "gradient", rank)).to(x.dtype)
             for tensor in (x, *experts.tensors().values()):
                 tensor.requires_grad_()
-        stages = []
+        stages, forwards = [], []
+        traced: list[Event] = []
         y = x
         for step in range(settings.steps + 1):  # the first warms up and is not counted
             yield Step("step", step, settings.steps + 1)
             before = runtime.stats()
-            y = runtime.moe(x, routing, experts, recipe=settings.recipe, plan=plan)
-            if settings.backward:
-                x.grad = None
-                y.backward(d_y)
+            with runtime.tracing() if settings.trace and step == settings.steps else nullcontext(traced) as traced:
+                start = time.perf_counter()
+                y = runtime.moe(x, routing, experts, recipe=settings.recipe, plan=plan)
+                forwards.append(time.perf_counter() - start)
+                if settings.backward:
+                    x.grad = None
+                    y.backward(d_y)
             stages.append({name: now - before.get(name, StageStats()) for name, now in runtime.stats().items()})
         verdicts: dict[str, Verdict] = {}
         if settings.check:
@@ -180,7 +221,11 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
             verdicts = judge(settings.shape, settings.recipe, expert, x.detach(), routing, results, d_y)
         load = torch.bincount(routing.topk_idx[routing.topk_idx >= 0].long(), minlength=settings.placement.num_ids)
         yield Step("gathering", 0, 1)
-        reports = _gather(RankReport(rank, tuple(stages[1:]), tuple(load.tolist()), verdicts), runtime, settings)
+        own = RankReport(
+            rank, tuple(stages[1:]), tuple(load.tolist()), verdicts, tuple(forwards[1:]), tuple(traced),
+            socket.gethostname(),
+        )  # fmt: skip
+        reports = _gather(own, runtime, settings)
     if rank == 0:
         yield Report(topology, plan, reports)
 
@@ -195,16 +240,31 @@ def _gather(report: RankReport, runtime: Runtime, settings: Settings) -> tuple[R
 
 
 def choose_plan(settings: Settings, runtime: Runtime) -> Plan:
-    """The planner's, or the planner's numbers with the exchange that was asked for."""
+    """The planner's, or the best of its candidates that have what was asked for."""
     shape = settings.shape
     plan = runtime.plan(
         num_tokens=runtime.max_tokens, hidden=shape.expert_hidden, num_experts=shape.num_experts,
-        num_topk=settings.num_topk, recipe=settings.recipe,
+        num_topk=settings.num_topk, intermediate=shape.intermediate, recipe=settings.recipe,
+        phase="train" if settings.backward else "prefill",
     )  # fmt: skip
-    if settings.exchange == "auto":
+    exchange: ExchangeName | None = None if settings.exchange == "auto" else settings.exchange
+    asked = [f"--exchange {exchange}"] * (exchange is not None) + [f"--chunks {settings.chunks}"] * bool(
+        settings.chunks
+    )
+    if not asked:
         return plan
-    exchange: ExchangeName = settings.exchange
-    return replace(plan, exchange=exchange, reason=f"--exchange {exchange}")
+    fitting = [
+        candidate
+        for candidate in plan.candidates
+        if candidate.seconds is not None
+        and exchange in (None, candidate.exchange)
+        and settings.chunks in (0, candidate.chunks)
+    ]
+    reason = ", ".join(asked)
+    if not fitting:  # what the planner would not look at, without a prediction
+        return replace(plan, exchange=exchange or plan.exchange, chunks=settings.chunks or 1, reason=reason)
+    best = min(fitting, key=lambda candidate: candidate.seconds or 0.0)
+    return replace(plan, pipeline=best.pipeline, exchange=best.exchange, chunks=best.chunks, reason=reason)
 
 
 def make_tokens(settings: Settings, rank: int) -> Tensor:
@@ -230,6 +290,15 @@ def make_routing(settings: Settings, rank: int) -> Routing:
     # the shapes do not say who has a bias; the models that score by sigmoid and normalise all do
     has_bias = shape.router.score != "softmax" and shape.router.normalize
     return shape.router(logits, torch.randn(shape.num_choices, generator=shared) * 0.05 if has_bias else None)
+
+
+def one_model(name: str) -> ModelShape:
+    """The preset that --model names. Raises ValueError."""
+    if name not in MODELS:
+        close = difflib.get_close_matches(name.lower(), MODELS)
+        names = f"close: {', '.join(close)}" if close else f"known: {', '.join(sorted(MODELS))}"
+        raise ValueError(f"--model is {name!r}, which is no known model; {names}")
+    return MODELS[name]
 
 
 def load_routing(path: str, num_ids: int) -> Routing:

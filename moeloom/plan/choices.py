@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import Protocol
 
 
@@ -50,8 +52,9 @@ class Skewed:
     so that popular experts are not neighbours.
 
     Drawing K without replacement is like a race in which expert e arrives after an exponential time of rate w_e, and
-    the first K win (Efraimidis and Spirakis 2006). With a fixed end of the race instead of a fixed K the experts are
-    independent: chance_e = 1 - exp(-c w_e), c such that they sum to K. Within 2 % of drawn routings for 16 experts up.
+    the first K win (Efraimidis and Spirakis 2006). A group of experts, of rate W together, is reached if fewer than K
+    of the others are there at its first arrival: the integral of W exp(-W t) P(fewer than K of the others by t) dt. It
+    is taken by the trapezoid rule over log t; within 1e-5 of the exact chance.
     """
 
     exponent: float = 1.0
@@ -59,43 +62,52 @@ class Skewed:
 
     def chances(self, num_experts: int, num_topk: int) -> Sequence[float]:
         """See `Choices`."""
-        return [1.0 - math.exp(-rate) for rate in self._rates(num_experts, num_topk)]
+        return self._reached(range(1, num_experts + 1), num_experts, num_topk)
 
     def reached(self, bounds: Sequence[int], num_experts: int, num_topk: int) -> list[float]:
-        """See `Choices`: one minus the product of the chances to miss each expert of the group."""
-        rates = self._rates(num_experts, num_topk)
-        begins = [0, *bounds]
-        return [1.0 - math.exp(-sum(rates[begin:end])) for begin, end in zip(begins, bounds, strict=False)]
+        """See `Choices`."""
+        return list(self._reached(bounds, num_experts, num_topk))
 
-    def _rates(self, num_experts: int, num_topk: int) -> tuple[float, ...]:
+    def _reached(self, bounds: Sequence[int], num_experts: int, num_topk: int) -> tuple[float, ...]:
         if self.order is not None and len(self.order) != num_experts:
             raise ValueError(f"order has {len(self.order)} places; one for each of {num_experts} experts is needed")
-        return _race(num_experts, num_topk, self.exponent, self.order)
+        if num_topk >= num_experts:
+            return tuple(float(end > begin) for begin, end in zip([0, *bounds], bounds, strict=False))
+        # multiplication by an odd number far from 0 shuffles, the same everywhere
+        places = self.order or tuple(sorted(range(num_experts), key=lambda e: (e * 2654435761 + 12345) % 2**32))
+        return _race(tuple((place + 1.0) ** -self.exponent for place in places), tuple(bounds), num_topk)
 
     def __str__(self) -> str:
         return f"skewed, exponent {self.exponent:g}"
 
 
 @lru_cache(maxsize=64)
-def _race(num_experts: int, num_topk: int, exponent: float, order: tuple[int, ...] | None) -> tuple[float, ...]:
-    """c * w_e for each expert."""
-    if num_topk >= num_experts:
-        return (50.0,) * num_experts  # all of them
-    # multiplication by an odd number far from 0 shuffles, the same everywhere
-    places = order or sorted(range(num_experts), key=lambda e: (e * 2654435761 + 12345) % 2**32)
-    weights = [0.0] * num_experts
-    for expert, place in enumerate(places):
-        weights[expert] = (place + 1.0) ** -exponent
-    low, high = 0.0, 1.0
-    while sum(1.0 - math.exp(-high * w) for w in weights) < num_topk:
-        high *= 2.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if sum(1.0 - math.exp(-middle * w) for w in weights) < num_topk:
-            low = middle
-        else:
-            high = middle
-    return tuple(high * w for w in weights)
+def _race(weights: tuple[float, ...], bounds: tuple[int, ...], num_topk: int) -> tuple[float, ...]:
+    """For each group the chance that one of its experts is among the first K; K < E."""
+    rates = [math.fsum(weights[begin:end]) for begin, end in zip([0, *bounds], bounds, strict=False)]
+    # from when hardly anyone is there until the last of the K is there for sure
+    first = math.log(1e-6 / math.fsum(weights))
+    last = math.log((40.0 + 2 * num_topk) / math.fsum(sorted(weights)[: len(weights) - num_topk + 1]))
+    num_steps = math.ceil((last - first) / min(0.25, 0.7 / math.sqrt(num_topk)))
+    step = (last - first) / num_steps
+    sums = [0.0] * len(bounds)
+    for place in range(num_steps + 1):
+        time = math.exp(first + place * step)
+        absent = [math.exp(-weight * time) for weight in weights]
+        before, after = _present(absent, num_topk), _present(absent[::-1], num_topk)
+        for group, (begin, end) in enumerate(zip([0, *bounds], bounds, strict=False)):
+            fewer = sum(map(mul, before[begin], reversed(list(accumulate(after[len(weights) - end])))))
+            sums[group] += step * rates[group] * time * math.exp(-rates[group] * time) * fewer
+    return tuple(sums)
+
+
+def _present(absent: Sequence[float], num_topk: int) -> list[list[float]]:
+    """For 0, 1, .. E first experts: the chances that 0..K-1 of them are present."""
+    rows = [[1.0] + [0.0] * (num_topk - 1)]
+    for chance in absent:
+        row = rows[-1]
+        rows.append([chance * row[0], *(chance * more + (1.0 - chance) * less for less, more in pairwise(row))])
+    return rows
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,7 @@ class Recorded:
 
     def chances(self, num_experts: int, num_topk: int) -> Sequence[float]:
         """See `Choices`. An expert named twice by a token counts twice."""
+        self._check(num_experts)
         counts = [0] * num_experts
         for row in self.rows:
             for expert in row:
@@ -119,6 +132,7 @@ class Recorded:
 
     def reached(self, bounds: Sequence[int], num_experts: int, num_topk: int) -> list[float]:
         """See `Choices`."""
+        self._check(num_experts)
         group = [0] * num_experts
         for number, (begin, end) in enumerate(zip([0, *bounds], bounds, strict=False)):
             group[begin:end] = [number] * (end - begin)
@@ -127,6 +141,11 @@ class Recorded:
             for number in {group[expert] for expert in row if expert >= 0}:
                 counts[number] += 1
         return [count / len(self.rows) for count in counts]
+
+    def _check(self, num_experts: int) -> None:
+        largest = max((expert for row in self.rows for expert in row), default=-1)
+        if largest >= num_experts:
+            raise ValueError(f"rows name expert {largest}; allowed: 0..{num_experts - 1}, or -1 for none")
 
     def __str__(self) -> str:
         return f"as recorded, {len(self.rows)} tokens"

@@ -50,7 +50,8 @@ def unknown_rates(machine: Machine, recipe_name: str, num_nodes: int, num_ranks:
 def stage_time(work: Work, machine: Machine, recipe_name: str, efficiency: Efficiency) -> StageTime:
     """max over resources + the exposed share of the others + latency.
 
-    Each resource: work / (machine's rate x share reached). Latency: launch + fixed + hops x signal + messages + experts.
+    Each resource: work / (machine's rate x share reached).
+    Latency: launch + fixed + hops x signal + messages + experts.
     """
     rates = efficiency.rates(work.stage)
     seconds = {
@@ -61,7 +62,7 @@ def stage_time(work: Work, machine: Machine, recipe_name: str, efficiency: Effic
         / (_rate(machine.scale_out_bandwidth, "scale_out_bandwidth") * rates.scale_out),
     }
     latency = _latency(work, machine, rates)
-    return StageTime(work.stage, **seconds, latency=latency, seconds=_overlapped(seconds.values(), efficiency) + latency)
+    return StageTime(work.stage, **seconds, latency=latency, seconds=overlapped(seconds.values(), efficiency) + latency)
 
 
 def fused_time(works: Sequence[Work], machine: Machine, recipe_name: str, efficiency: Efficiency) -> StageTime:
@@ -72,10 +73,11 @@ def fused_time(works: Sequence[Work], machine: Machine, recipe_name: str, effici
     times = [stage_time(work, machine, recipe_name, efficiency) for work in works]
     sums = {name: sum(getattr(time, name) for time in times) for name in RESOURCES}
     latency = sum(time.latency for time in times) - (len(times) - 1) * machine.launch_seconds
-    return StageTime("mega", **sums, latency=latency, seconds=_overlapped(sums.values(), efficiency) + latency)
+    return StageTime("mega", **sums, latency=latency, seconds=overlapped(sums.values(), efficiency) + latency)
 
 
-def _overlapped(seconds: Collection[float], efficiency: Efficiency) -> float:
+def overlapped(seconds: Collection[float], efficiency: Efficiency) -> float:
+    """Of the times on each resource, the longest and the exposed share of the others."""
     longest = max(seconds)
     return longest + efficiency.exposed * (sum(seconds) - longest)
 

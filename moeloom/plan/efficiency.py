@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+MAX_TILE_ROWS = 1 << 16
 RESOURCES = ("compute", "memory", "scale_up", "scale_out")
 
 
@@ -30,10 +32,10 @@ class Rates:
 
     def __post_init__(self) -> None:
         for name in RESOURCES:
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; a share of the machine's rate must be positive")
         for name in ("fixed_seconds", "expert_seconds", "message_seconds", "rounds"):
-            if not getattr(self, name) >= 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
@@ -44,9 +46,9 @@ class Efficiency:
     stages: Rates by stage name. exposed: of the time on all resources but the busiest, the share that the busiest one
     does not hide: 0 is perfect overlap inside a stage (mega: inside the layer), 1 is none. tile_rows: an expert's rows
     are computed in multiples of it. fixed_shapes: work does not shrink with the rows that are there (an expert has
-    room for every token of all ranks). exchange_apart: what hybrid sends between nodes is a task of its own, beside what
-    moves within them. moving_computes: moving rows also takes the time of what computes (CPU ranks with a core each).
-    source: where the numbers come from.
+    room for every token of all ranks). exchange_apart: what hybrid sends between nodes is a task of its own, beside
+    what moves within them. moving_computes: moving rows also takes the time of what computes (CPU ranks with a core
+    each). source: where the numbers come from.
     """
 
     stages: Mapping[str, Rates] = field(default_factory=dict)
@@ -60,8 +62,8 @@ class Efficiency:
     def __post_init__(self) -> None:
         if not 0 <= self.exposed <= 1:
             raise ValueError(f"exposed is {self.exposed}; allowed: 0..1")
-        if self.tile_rows < 1:
-            raise ValueError(f"tile_rows is {self.tile_rows}; it must be at least 1")
+        if not isinstance(self.tile_rows, int) or not 1 <= self.tile_rows <= MAX_TILE_ROWS:
+            raise ValueError(f"tile_rows is {self.tile_rows!r}; it must be a whole number, 1..{MAX_TILE_ROWS}")
 
     def rates(self, stage: str) -> Rates:
         """Of a stage; one that is not listed is ideal."""

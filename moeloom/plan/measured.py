@@ -24,6 +24,10 @@ class Measured:
     cores: int
     date: str = ""
 
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.cores < 1:
+            raise ValueError(f"ranks is {self.ranks}, cores is {self.cores}; both must be at least 1")
+
     def for_ranks(self, ranks: int, cores: int) -> Measured:
         """What one of `ranks` ranks gets: rates shrink and waits grow as ranks outnumber cores."""
         factor = max(1.0, ranks / cores) / max(1.0, self.ranks / self.cores)
@@ -45,12 +49,11 @@ class Measured:
     def from_json(cls, data: Mapping[str, Any]) -> Measured:
         """The inverse of `to_json`. Raises ValueError for data of another form."""
         try:
-            efficiencies = {
-                name: Efficiency.from_json(data["efficiencies"][name]) for name in PIPELINES if name in data["efficiencies"]
-            }
+            known = dict(data["efficiencies"].items())
+            efficiencies = {name: Efficiency.from_json(known[name]) for name in PIPELINES if name in known}
             machine = Machine.from_json(data["machine"])
             return cls(machine, efficiencies, int(data["ranks"]), int(data["cores"]), str(data["date"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"a measured machine lacks or has too much: {error!r}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from moeloom.types import ExchangeName
 
 PipelineName = Literal["split", "mega", "decode"]
 PIPELINES: tuple[PipelineName, ...] = ("split", "mega", "decode")
+MAX_WIDTH = 160  # of a line of `Plan.explain`
 EXCHANGES: tuple[ExchangeName, ...] = ("direct", "hybrid")
 
 
@@ -112,15 +114,14 @@ class Plan:
         lines = [f"plan: {self} ({self.reason})", *(f"  {line}" for line in self.context)]
         if self.roofline and self.seconds:
             limit, by = self.roofline
-            lines.append(
-                f"  roofline: {_time(limit)} by {_words(by)}; predicted {_time(self.seconds)}, {limit / self.seconds:.0%} of it"
-            )
+            share = f"predicted {_time(self.seconds)}, {limit / self.seconds:.0%} of it"
+            lines.append(f"  roofline: {_time(limit)} by {_words(by)}; {share}")
         if self.candidates:
             parts = "".join(f"{_words(name):>11}" for name in (*RESOURCES, "latency"))
             lines.append(f"  {'candidate':<26}{'time':>11}{parts}{'memory':>11}")
         for candidate in self.candidates:
             lines.append(self._line(candidate))
-        return "\n".join(lines)
+        return "\n".join(textwrap.fill(line, MAX_WIDTH, subsequent_indent=" " * 8) for line in lines)
 
     def _line(self, candidate: Candidate) -> str:
         if candidate.seconds is None:
@@ -149,18 +150,15 @@ class Plan:
             found = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"plan has {found}; allowed: {sorted(names)}")
         try:
-            candidates = tuple(_candidate(entry) for entry in data.get("candidates", ()))
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"candidates of the plan do not fit this version: {error}") from None
-        roofline = data.get("roofline")
-        return cls(
-            **{
-                **data,
-                "candidates": candidates,
-                "context": tuple(data.get("context", ())),
+            roofline = data.get("roofline")
+            known = {
+                "candidates": tuple(_candidate(entry) for entry in data.get("candidates", ())),
+                "context": tuple(str(line) for line in data.get("context", ())),
                 "roofline": None if roofline is None else (float(roofline[0]), str(roofline[1])),
             }
-        )
+        except (TypeError, AttributeError, LookupError) as error:
+            raise ValueError(f"the plan's data does not fit this version: {error}") from None
+        return cls(**{**data, **known})
 
 
 def _candidate(data: Mapping[str, Any]) -> Candidate:

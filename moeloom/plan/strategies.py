@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from moeloom.plan.choices import Choices, Uniform
-from moeloom.plan.cost import StageTime, fused_time, stage_time, unknown_rates
+from moeloom.plan.cost import StageTime, fused_time, overlapped, stage_time, unknown_rates
 from moeloom.plan.efficiency import RESOURCES, Efficiency
 from moeloom.plan.flow import Flow, expected_flow
 from moeloom.plan.machine import Machine
@@ -74,9 +74,11 @@ def estimate(
         flow = all_room(part, setting.domains, flow)
     works = layer_work(part, flow, efficiency.tile_rows)
     times, tasks = _tasks(works, setting, problem.recipe.name, pipeline, exchange)
-    seconds = simulate(layer_graph(tasks, chunks)).seconds
+    # stages that overlap still share the memory
+    shared = [sum(getattr(time, name) for time in times) for name in RESOURCES]
     if efficiency.moving_computes and chunks > 1:  # a core that moves rows does not multiply meanwhile
-        seconds = max(seconds, chunks * sum(_core_seconds(time) for time in times))
+        shared.append(sum(_core_seconds(time, efficiency) for time in times))
+    seconds = max(simulate(layer_graph(tasks, chunks)).seconds, chunks * max(shared))
     unknown = unknown_rates(machine, problem.recipe.name, setting.domains.num_nodes, setting.domains.num_ranks)
     return Candidate(
         pipeline,
@@ -146,9 +148,9 @@ def _tasks(
     return [replace(t, stage=kind) for kind, _, t in parts], [Stage(kind, where, t.seconds) for kind, where, t in parts]
 
 
-def _core_seconds(time: StageTime) -> float:
+def _core_seconds(time: StageTime, efficiency: Efficiency) -> float:
     """Of a stage's time, what keeps a CPU rank's core busy: all but the wire."""
-    return max(0.0, time.seconds - time.scale_out) if time.stage != "experts" else time.seconds
+    return overlapped((time.compute, time.memory, time.scale_up), efficiency) + time.latency
 
 
 def all_room(problem: Problem, domains: Domains, flow: Flow) -> Flow:
@@ -174,4 +176,6 @@ def _fits(candidate: Candidate, machine: Machine) -> Candidate:
     if machine.memory_bytes is None or candidate.memory_bytes <= machine.memory_bytes:
         return candidate
     need, have = candidate.memory_bytes / 1e9, machine.memory_bytes / 1e9
-    return replace(candidate, seconds=None, note=f"needs {need:.1f} GB beside the weights; {machine.name} has {have:.1f}")
+    return replace(
+        candidate, seconds=None, note=f"needs {need:.1f} GB beside the weights; {machine.name} has {have:.1f}"
+    )

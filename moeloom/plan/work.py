@@ -60,12 +60,13 @@ def layer_work(problem: Problem, flow: Flow, tile_rows: int = 1) -> tuple[Work, 
     )
     up_hops, out_hops = (2 if flow.handed_on else 1), (1 if flow.peers else 0)
     posted = min(flow.peers, tokens * problem.num_topk)  # few tokens need few receivers
-    hops = {"scale_up_hops": up_hops, "scale_out_hops": out_hops, "messages": posted}
+    hops = {"scale_up_hops": up_hops, "scale_out_hops": out_hops}
     dispatch = Work(
         "dispatch",
         memory_bytes=there * (tokens + 2 * flow.tokens + flow.pairs),
         scale_up_bytes=there * flow.scale_up,
         scale_out_bytes=there * flow.scale_out,
+        messages=posted,
         **hops,
     )
     experts = Work(
@@ -80,6 +81,7 @@ def layer_work(problem: Problem, flow: Flow, tile_rows: int = 1) -> tuple[Work, 
         memory_bytes=back * (flow.pairs + 2 * returned + tokens),
         scale_up_bytes=back * back_up,
         scale_out_bytes=back * back_out,
+        messages=posted,
         **hops,
     )
     return dispatch, experts, combine

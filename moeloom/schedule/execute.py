@@ -27,8 +27,9 @@ def execute(graph: TaskGraph, actions: Sequence[Action], caller: str) -> Timelin
     for thread in threads:
         thread.start()
     run.work(caller)
+    run.wait_for_all()
     for thread in threads:
-        run.join(thread)
+        thread.join()
     if run.error is not None:
         raise run.error
     return Timeline(graph, tuple(span for span in run.spans if span is not None))
@@ -41,6 +42,7 @@ class _Run:
         self.graph, self.actions = graph, actions
         self.error: BaseException | None = None
         self.spans: list[Span | None] = [None] * len(graph.tasks)
+        self._working = set(graph.resources)
         self._changed = threading.Condition()
         self._start = time.perf_counter()
 
@@ -57,14 +59,21 @@ class _Run:
                 self._end(place, Span(begin, time.perf_counter() - self._start))
         except BaseException as error:
             self._fail(error)
+        finally:
+            with self._changed:
+                self._working.discard(resource)
+                self._changed.notify_all()
 
-    def join(self, thread: threading.Thread) -> None:
-        """Wait for the end of a thread; an interrupt meanwhile is an error like others."""
-        while thread.is_alive():
-            try:
-                thread.join()
-            except BaseException as error:
-                self._fail(error)
+    def wait_for_all(self) -> None:
+        """Until no thread works any more. An interrupt meanwhile is an error like others; in `Thread.join` it would
+        lose the thread.
+        """
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._working)
+        except BaseException as error:
+            self._fail(error)
+            self.wait_for_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

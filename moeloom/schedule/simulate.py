@@ -28,7 +28,8 @@ def list_schedule(graph: TaskGraph) -> TaskGraph:
     """The same tasks in the order of list scheduling.
 
     Whenever a resource is free it begins the ready task with the most work behind it (longest path to the end; of
-    equals, the earlier task): Graham 1966, at most twice the best order. Deterministic, so equal on all ranks.
+    equals, the earlier task). Never are all resources idle, so it takes at most twice as long as the best order with
+    two resources (Graham 1966), n times with n. Deterministic, so equal on all ranks.
     """
     tasks = graph.tasks
     free_at = dict.fromkeys(graph.resources, 0.0)

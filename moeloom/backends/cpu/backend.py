@@ -30,7 +30,7 @@ class CpuBackend:
     """Shared memory within a node, gloo between nodes. See `Backend` for the stages."""
 
     name = "cpu"
-    pipelines = ("split", "decode")
+    pipelines: tuple[str, ...] = ("split", "decode")
 
     def __init__(self, peers: Peers, store: Store | None, topology: Topology, max_tokens: int | None) -> None:
         if (sys.platform, platform.machine()) != ("linux", "x86_64") and topology.num_ranks > 1:

@@ -143,7 +143,7 @@ def begin_dispatch(
 
     def receive() -> tuple[Received, Handle]:
         with cpu.control.resumed("dispatch", number):
-            _arrive(cpu, [part.work for part in parts], meeting, exchange)
+            _arrive(cpu, [work for part in parts for work in part.works], meeting, exchange)
             paths = _paths(cpu, parts[0], topk_idx, placement, exchange, space)
             received, layout = _lay_out(cpu, placement, rows, paths, parts[1])
             if rows.overflow == "error":
@@ -218,7 +218,7 @@ class _Part:
 
     region: Tensor
     arrived: Tensor
-    work: Work | None
+    works: list[Work]
 
 
 def _space(cpu: CpuBackend, exchange: ExchangeName) -> TokenSpace:
@@ -244,20 +244,19 @@ def _send(cpu: CpuBackend, table: Tensor, region: Tensor, space: TokenSpace, exc
         arrived = region[begin + space.max_tokens : begin + space.max_tokens + count]
     else:
         arrived = table.new_empty(count, table.shape[1])
-    work = None
+    works: list[Work] = []
     if cpu.wire is not None:
         message = table.repeat(sum(map(bool, sent)), 1)
-        work = cpu.wire.begin(message, sent, received, arrived)
+        works = cpu.wire.begin(message, sent, received, arrived)
         cpu.traffic.scale_out_bytes += message.nbytes
-    return _Part(region, arrived, work)
+    return _Part(region, arrived, works)
 
 
-def _arrive(cpu: CpuBackend, works: list[Work | None], meeting: int, exchange: ExchangeName) -> None:
+def _arrive(cpu: CpuBackend, works: list[Work], meeting: int, exchange: ExchangeName) -> None:
     """Wait for the messages; a forwarder then has something new to announce."""
-    for work in works:
-        if work is not None:
-            assert cpu.wire is not None
-            cpu.wire.finish(work, "rows between nodes")
+    if works:
+        assert cpu.wire is not None
+        cpu.wire.finish(works, "rows between nodes")
     if exchange == "hybrid" and cpu.wire is not None:
         meeting = cpu.control.announce()
     cpu.control.await_others(meeting, "rows of the node")
