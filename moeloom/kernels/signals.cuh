@@ -3,19 +3,34 @@
 
 namespace moeloom {
 
+using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
+constexpr int MAX_RANKS = 8;
+
+// A line of its own: draws from one counter do not queue behind those from another.
+struct alignas(128) Counter {
+    u32 value;
+};
+
 // Local to a rank: survives between launches. `epoch` counts finished operations, so that a replayed graph goes on.
 struct State {
-    u32 epoch;        // of the last finished launch
-    u32 finished;     // blocks that have ended in this launch
-    u32 tickets[4];   // work handed out in this launch, by role
-    u32 aborted;      // set by the first wait past its deadline, here or on a peer; cleared by the host
-    u32 phase;        // what was waited for, for the message
-    u32 peer;         // for whom
+    u32 epoch;            // of the last finished launch
+    u32 aborted;          // set by the first wait past its deadline; cleared by the host
+    u32 phase;            // what was waited for, for the message
+    u32 peer;             // for whom
+    Counter finished;     // blocks that have drawn their last ticket in this launch
+    Counter tickets[4];   // work handed out in this launch, by role
 };
+
+// Rows move in units of 16 bytes.
+using Vector = uint4;
+
+constexpr int NOT_HERE = -1, NO_ROOM = -2;  // of a (token, slot) pair: its expert is elsewhere; it was dropped
+
+__device__ __forceinline__ u32 lane_id() { return threadIdx.x & 31; }
 
 __device__ __forceinline__ u64 nanoseconds() {
     u64 t;
@@ -29,29 +44,54 @@ __device__ __forceinline__ u32 load_acquire(const u32* word) {
     return value;
 }
 
-__device__ __forceinline__ u64 load_acquire(const u64* word) {
-    u64 value;
-    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-    return value;
-}
-
 // Everything that this thread, and those it has synchronised with, wrote before is visible to who acquires the word.
 __device__ __forceinline__ void store_release(u32* word, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void store_release(u64* word, u64 value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+// Words that bring their epoch with them need no fence and no second trip: 16 bytes are written and read as one.
+__device__ __forceinline__ void store_word(void* to, u32 a, u32 b, u32 c, u32 epoch) {
+    asm volatile(
+        "{ .reg .b64 lo, hi; .reg .b128 word;\n mov.b64 lo, {%1, %2};\n mov.b64 hi, {%3, %4};\n mov.b128 word, {lo, hi};\n"
+        " st.relaxed.sys.global.b128 [%0], word; }" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(epoch)
+        : "memory");
+}
+
+__device__ __forceinline__ Vector load_word(const void* from) {
+    Vector v;
+    asm volatile(
+        "{ .reg .b64 lo, hi; .reg .b128 word;\n ld.relaxed.sys.global.b128 word, [%4];\n mov.b128 {lo, hi}, word;\n"
+        " mov.b64 {%0, %1}, lo;\n mov.b64 {%2, %3}, hi; }"
+        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+        : "l"(from)
+        : "memory");
+    return v;
+}
+
+// The same between blocks of one GPU, for one number.
+__device__ __forceinline__ void store_number(u64* to, int number, u32 epoch) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)epoch << 32 | (u32)number) : "memory");
+}
+
+__device__ __forceinline__ u64 load_number(const u64* from) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    return value;
 }
 
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Waits until ready(), or the deadline; from then on every wait of this launch counts as satisfied.
-template <class Ready>
-__device__ __forceinline__ void wait_until(State* state, u64 deadline, u32 phase, u32 peer, Ready ready) {
-    for (u32 polls = 1; !ready(); ++polls) {
+__device__ __forceinline__ void arrive_threads(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Waits while missing() names a rank, or until the deadline; from then on every wait of this launch counts as satisfied.
+template <class Missing>
+__device__ __forceinline__ void wait_while(State* state, u64 deadline, u32 phase, Missing missing) {
+    int peer;
+    for (u32 polls = 1; (peer = missing()) >= 0; ++polls) {
         if (polls % 256) continue;
         if (*(volatile u32*)&state->aborted) return;
         if (nanoseconds() > deadline) {
@@ -64,41 +104,19 @@ __device__ __forceinline__ void wait_until(State* state, u64 deadline, u32 phase
     }
 }
 
-// The last block of a rank makes the launch count and hands the tickets back.
-__device__ __forceinline__ void end_launch(State* state, u32 epoch, u32 blocks) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        if (atomicAdd(&state->finished, 1) == blocks - 1) {
-            state->finished = 0;
-            for (int i = 0; i < 4; ++i) state->tickets[i] = 0;
-            __threadfence();
-            state->epoch = epoch;
-        }
-    }
-}
+// Lane 0 holds the ticket: it is on its way until the warp asks for it.
+__device__ __forceinline__ u32 draw(Counter& counter) { return lane_id() == 0 ? atomicAdd(&counter.value, 1) : 0; }
 
-__device__ __forceinline__ u32 lane_id() { return threadIdx.x & 31; }
+__device__ __forceinline__ int ticket(u32 drawn) { return __shfl_sync(~0u, drawn, 0); }
 
-constexpr int NOT_HERE = -1, NO_ROOM = -2;  // of a (token, slot) pair: its expert is elsewhere; it was dropped
-
-// Rows move in units of 16 bytes.
-using Vector = uint4;
-
-// Of rows that are read once: they need no place in the first-level cache.
-__device__ __forceinline__ Vector load_row(const Vector* p) {
-    Vector v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
-
-__device__ __forceinline__ void store_row(Vector* p, Vector v) {
-    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
-                 "r"(v.w)
-                 : "memory");
+// By one thread of each of the `groups` of a block, once it needs no more tickets: the last of all makes the launch
+// count and hands the tickets back. Copies may still be under way then; the end of the kernel waits for those.
+__device__ __forceinline__ void leave(State* state, u32* left, u32 groups, u32 epoch) {
+    if (atomicAdd(left, 1) != groups - 1) return;
+    if (atomicAdd(&state->finished.value, 1) != gridDim.x - 1) return;
+    state->finished.value = 0;
+    for (int i = 0; i < 4; ++i) state->tickets[i].value = 0;
+    state->epoch = epoch;
 }
 
 }  // namespace moeloom

@@ -52,6 +52,7 @@ def layer_in_chunks(cases: list[Case], recipe_name: str | None) -> list[str]:
         rt = runtime_of(case.members, case.nodes)
         if rt is None:
             continue
+        rt.backend.gather("end of the last case", {})  # the others may still read
         poison(rt)
         recipe = RECIPES[recipe_name] if recipe_name else recipe_for(case.torch_dtype)
         recipe = recipe.with_reduction(case.reduction)
