@@ -78,7 +78,8 @@ class LayerCall:
             raise
         call = Call(backend, self.meter, x, routing, experts, self.placement, self.recipe, plan)
         start = time.perf_counter()
-        result = run(call)
+        with torch.autocast(x.device.type, enabled=False):  # the recipe says what is rounded
+            result = run(call)
         self.record(problem, str(plan), time.perf_counter() - start)
         return result
 
@@ -89,7 +90,7 @@ class LayerCall:
         """
         checks.check_forward_only(self.recipe, True)
         backend = self.backend()
-        with self.meter.stage("backward"):
+        with self.meter.stage("backward"), torch.autocast(x.device.type, enabled=False):
             rows, d_rows = bring(backend, x, handle), bring(backend, d_y, handle)
             try:
                 grads = backend.experts_backward(rows, d_rows.rows, experts, self.recipe)

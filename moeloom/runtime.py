@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
@@ -266,7 +266,8 @@ class Runtime:
         it is collective: `num_tokens` is this rank's, the largest of all ranks counts, and what the ranks have measured
         of such problems since corrects the model, equally on all.
         """
-        problem = Problem(num_tokens, hidden, num_experts, num_topk, recipe, phase, intermediate)
+        with self.refusing("plan") if agree else nullcontext():
+            problem = Problem(num_tokens, hidden, num_experts, num_topk, recipe, phase, intermediate)
         if not agree:
             return self._planner(problem)
         shown = self._open().gather("plan", {"tokens": num_tokens, "problem": str(replace(problem, num_tokens=None))})

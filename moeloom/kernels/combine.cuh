@@ -3,18 +3,30 @@
 // A unit of work is a part of one token's row. Warps of role SEND take units of other ranks' tokens by ticket and wait
 // for nothing; warps of role SUM take units of own tokens and wait for the sums of peers. So even one block at a time
 // gets through. Sums are fp32, in slot order on a rank and in rank order over ranks; a single term passes unchanged.
+//
+// Each warp has a stage in shared memory. The copy engine brings a piece of every row of the token there at once: that
+// keeps enough bytes under way without registers. What goes to a peer leaves from the stage as well.
 #pragma once
-#include "signals.cuh"
+#include "bulk.cuh"
 
 namespace moeloom {
 
-constexpr int COMBINE_WARPS = 16, COMBINE_THREADS = 32 * COMBINE_WARPS;
-constexpr int GROUP = 8;  // slots whose rows are loaded together
+#ifndef SEND_W
+#define SEND_W 8
+#endif
+#ifndef COMBINE_W
+#define COMBINE_W 16
+#endif
+constexpr int COMBINE_WARPS = COMBINE_W, COMBINE_THREADS = 32 * COMBINE_WARPS;
+constexpr int SEND_WARPS = SEND_W;  // of them; the rest is SUM from the start
+constexpr int COMBINE_STAGE = 196608 / COMBINE_WARPS / 16;  // vectors of each warp
 
 // What one rank has sent to another, in each of two banks: offsets in bytes from the receiver's symmetric memory.
 struct CombineSpace {
     i64 bank_bytes, sender_bytes;  // strides
-    i64 arrived, sums;             // of bank 0, sender 0
+    i64 begun;    // of bank 0, sender 0: a word that says that the sender has begun this launch
+    i64 arrived;  // 4 bytes for each part of a token
+    i64 sums;     // rows
 };
 
 struct CombineParams {
@@ -30,6 +42,15 @@ struct CombineParams {
     CombineSpace space;
     i64 timeout_ns;
     int max_tokens, num_topk, num_experts, num_ranks, rank, row_bytes, parts, ids_are_64;
+};
+
+struct CombineShared {
+    Vector stages[COMBINE_WARPS][COMBINE_STAGE];
+    float weights[COMBINE_WARPS][32];
+    u64 full[COMBINE_WARPS];
+    char* peers[MAX_RANKS];  // in this launch's bank
+    int tokens[MAX_RANKS];
+    u32 left;
 };
 
 struct Floats {
@@ -61,132 +82,204 @@ __device__ __forceinline__ void add(Floats& sum, const Floats& term, bool first)
     for (int i = 0; i < 8; ++i) sum.v[i] = first ? term.v[i] : __fadd_rn(sum.v[i], term.v[i]);
 }
 
-// The sum of a token's local rows at one vector; lane k holds the row of slot k, negative if none. Rounded as it travels.
-__device__ __forceinline__ Vector sum_rows(const CombineParams& p, int row, float weight, int vector) {
-    Floats sum;
-    Vector only = {0, 0, 0, 0};
-    int terms = 0;
-    for (int begin = 0; begin < p.num_topk; begin += GROUP) {
-        Vector loaded[GROUP];
-        int at[GROUP];
-#pragma unroll
-        for (int k = 0; k < GROUP; ++k) {
-            at[k] = begin + k < p.num_topk ? __shfl_sync(~0u, row, begin + k) : NOT_HERE;
-            if (at[k] >= 0) loaded[k] = load_row((const Vector*)(p.rows + (i64)at[k] * p.row_bytes) + vector);
-        }
-#pragma unroll
-        for (int k = 0; k < GROUP; ++k) {
-            const float scale = __shfl_sync(~0u, weight, (begin + k) & 31);
-            if (at[k] < 0) continue;
-            Floats term = widen(loaded[k]);
-            if (p.row_weight)
-#pragma unroll
-                for (int i = 0; i < 8; ++i) term.v[i] = __fmul_rn(term.v[i], scale);
-            add(sum, term, terms == 0);
-            only = loaded[k];
-            ++terms;
-        }
-    }
-    return terms == 0 || (terms == 1 && !p.row_weight) ? only : round_bf16(sum);
-}
-
+// A warp's part of a token: which local rows it has, and its stage.
 struct Unit {
-    int begin, end;  // vectors of the token's row
+    Vector* stage;
+    float* weights;  // of the local rows, in slot order, in shared memory; null: 1
+    u64* full;
     int row;         // lane k: local row of slot k, NOT_HERE or NO_ROOM
-    float weight;
+    int place;       // lane k: how many local rows come before it
+    int rows;        // local ones
+    int begin, end;  // vectors of the token's row
 };
 
-__device__ __forceinline__ Unit unit_of(const CombineParams& p, int source, int token, int part) {
-    const int lane = lane_id(), vectors = p.row_bytes / 16, size = (vectors + p.parts - 1) / p.parts;
-    Unit unit{part * size, min((part + 1) * size, vectors), NOT_HERE, 0.0f};
-    if (lane < p.num_topk) unit.row = p.pair_row[((i64)source * p.max_tokens + token) * p.num_topk + lane];
-    if (p.row_weight && unit.row >= 0) unit.weight = p.row_weight[unit.row];
-    return unit;
+__device__ __forceinline__ Unit take(const CombineParams& p, CombineShared& s, int source, int token, int part) {
+    const int lane = lane_id(), warp = threadIdx.x / 32, vectors = p.row_bytes / 16, size = (vectors + p.parts - 1) / p.parts;
+    Unit u{s.stages[warp], p.row_weight ? s.weights[warp] : nullptr, &s.full[warp], NOT_HERE};
+    u.begin = min(part * size, vectors);
+    u.end = min(u.begin + size, vectors);
+    if (lane < p.num_topk) u.row = p.pair_row[((i64)source * p.max_tokens + token) * p.num_topk + lane];
+    const u32 local = __ballot_sync(~0u, u.row >= 0);
+    u.rows = __popc(local);
+    u.place = __popc(local & ((1u << lane) - 1));
+    if (p.row_weight && u.row >= 0) u.weights[u.place] = p.row_weight[u.row];
+    __syncwarp();
+    return u;
 }
 
-__device__ __forceinline__ int ticket(u32* counter) {
-    u32 mine = 0;
-    if (lane_id() == 0) mine = atomicAdd(counter, 1);
-    return __shfl_sync(~0u, mine, 0);
+// Vectors of each of `rows` rows that the stage holds: whole trips of a warp, if it can.
+__device__ __forceinline__ int piece_of(int rows) {
+    const int size = COMBINE_STAGE / max(rows, 1);
+    return size < 32 ? size : size / 32 * 32;
 }
 
-__device__ void send_sums(const CombineParams& p, u32 epoch) {
-    const int others = p.num_ranks - 1;
+// Brings a piece of each local row into the stage, one after the other.
+__device__ __forceinline__ void load_rows(const CombineParams& p, const Unit& u, int begin, int size) {
+#ifdef HINT_IN
+    if (u.row >= 0)
+        bulk_load(u.stage + u.place * size, p.rows + (i64)u.row * p.row_bytes + begin * 16, size * 16, u.full, evict_first());
+#else
+    if (u.row >= 0) bulk_load(u.stage + u.place * size, p.rows + (i64)u.row * p.row_bytes + begin * 16, size * 16, u.full);
+#endif
+}
+
+// The sum of a token's local rows at one vector of the piece, rounded as it travels.
+__device__ __forceinline__ Vector sum_rows(const Unit& u, int size, int vector) {
+    constexpr int GROUP = 4;
+    Floats sum;
+    Vector loaded[GROUP] = {};
+    for (int begin = 0; begin < u.rows; begin += GROUP) {
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i)
+            if (begin + i < u.rows) loaded[i] = u.stage[(begin + i) * size + vector];
+#pragma unroll
+        for (int i = 0; i < GROUP; ++i) {
+            if (begin + i >= u.rows) continue;
+            Floats term = widen(loaded[i]);
+            if (u.weights) {
+                const float scale = u.weights[begin + i];
+#pragma unroll
+                for (int k = 0; k < 8; ++k) term.v[k] = __fmul_rn(term.v[k], scale);
+            }
+            add(sum, term, begin + i == 0);
+        }
+    }
+    return u.rows == 1 && !u.weights ? loaded[0] : round_bf16(sum);
+}
+
+__device__ __forceinline__ void send_sums(const CombineParams& p, CombineShared& s, u32 epoch, u32 drawn, u32& phase) {
+    const int lane = lane_id(), others = p.num_ranks - 1;
+    if (ticket(drawn) == 0 && lane < p.num_ranks)
+        store_word(s.peers[lane] + p.rank * p.space.sender_bytes + p.space.begun, 0, 0, 0, epoch);
     int most = 0;
     for (int r = 0; r < p.num_ranks; ++r)
-        if (r != p.rank) most = max(most, p.tokens_of_rank[r]);
+        if (r != p.rank) most = max(most, s.tokens[r]);
     const int units = most * others * p.parts;
-    for (int u = ticket(&p.state->tickets[0]); u < units;) {
-        const int next = ticket(&p.state->tickets[0]);  // under way while this unit is summed
-        const int part = u % p.parts, source = (p.rank + 1 + u / p.parts % others) % p.num_ranks;
-        const int token = u / p.parts / others;
-        u = next;
-        if (token >= p.tokens_of_rank[source]) continue;
-        const Unit unit = unit_of(p, source, token, part);
-        if (!__any_sync(~0u, unit.row != NOT_HERE)) continue;  // the token's rank does not wait for it
-        char* to = p.peers[source] + (epoch & 1) * p.space.bank_bytes + p.rank * p.space.sender_bytes;
-        Vector* sums = (Vector*)(to + p.space.sums + (i64)token * p.row_bytes);
-        for (int begin = unit.begin; begin < unit.end; begin += 32) {
-            const int vector = begin + lane_id();
-            const Vector sum = sum_rows(p, unit.row, unit.weight, min(vector, unit.end - 1));
-            if (vector < unit.end) store_row(sums + vector, sum);
+    for (int unit = ticket(drawn); unit < units; unit = ticket(drawn)) {
+        drawn = draw(p.state->tickets[0]);
+        const int part = unit % p.parts, source = (p.rank + 1 + unit / p.parts % others) % p.num_ranks;
+        const int token = unit / p.parts / others;
+        if (token >= s.tokens[source]) continue;
+        const Unit u = take(p, s, source, token, part);
+    MARK(2)
+        if (!__any_sync(~0u, u.row != NOT_HERE)) continue;  // the token's rank does not wait for it
+        char* to = s.peers[source] + p.rank * p.space.sender_bytes;
+        const int most_vectors = piece_of(u.rows);
+        for (int begin = u.begin; u.rows && begin < u.end; begin += most_vectors) {
+            const int size = min(most_vectors, u.end - begin);
+            if (lane == 0) announce(u.full, u.rows * size * 16);
+            await_stores_read();  // of the piece before
+            __syncwarp();
+            load_rows(p, u, begin, size);
+            await_bytes(u.full, phase);
+            phase ^= 1;
+    MARK(3)
+            for (int v = lane; v < size; v += 32) u.stage[v] = sum_rows(u, size, v);
+            fence_before_store();
+            __syncwarp();
+            if (lane == 0) bulk_store(to + p.space.sums + (i64)token * p.row_bytes + begin * 16, u.stage, size * 16);
         }
-        __syncwarp();
-        const bool some = __any_sync(~0u, unit.row >= 0);  // or none had room
-        u32* flag = (u32*)(to + p.space.arrived) + (i64)token * p.parts + part;
-        if (lane_id() == 0) store_release(flag, epoch << 1 | some);
+        if (lane == 0) {
+            await_stores();
+    MARK(4)
+            store_release((u32*)(to + p.space.arrived) + (i64)token * p.parts + part, epoch << 1 | (u.rows > 0));  // 0: none had room
+    MARK(5)
+        }
     }
+    await_stores_read();
+    __syncwarp();
 }
 
-__device__ void sum_up(const CombineParams& p, u32 epoch, u64 deadline) {
-    const int lane = lane_id(), units = p.tokens_of_rank[p.rank] * p.parts;
-    const char* mine = p.peers[p.rank] + (epoch & 1) * p.space.bank_bytes;
-    for (int u = ticket(&p.state->tickets[1]); u < units;) {
-        const int next = ticket(&p.state->tickets[1]);
-        const int token = u / p.parts, part = u % p.parts;
-        u = next;
-        const Unit unit = unit_of(p, p.rank, token, part);
-        int rank = -1;  // lane k: the rank that serves slot k
+__device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s, u32 epoch, u64 deadline, u32 drawn, u32& phase) {
+    const int lane = lane_id(), units = s.tokens[p.rank] * p.parts;
+    const char* mine = s.peers[p.rank] + lane * p.space.sender_bytes;  // what rank `lane` has sent
+    if (ticket(drawn) == 0 && lane < p.num_ranks && p.num_ranks > 1)  // so that no rank is two launches ahead
+        wait_while(p.state, deadline, 3, [&] { return load_word(mine + p.space.begun).w == epoch ? -1 : lane; });
+    __syncwarp();
+    for (int unit = ticket(drawn); unit < units; unit = ticket(drawn)) {
+        drawn = draw(p.state->tickets[1]);
+        const int token = unit / p.parts, part = unit % p.parts;
+        i64 id = -1;
         if (lane < p.num_topk) {
             const i64 pair = (i64)token * p.num_topk + lane;
-            const i64 id = p.ids_are_64 ? ((const i64*)p.topk_idx)[pair] : ((const int*)p.topk_idx)[pair];
-            if (id >= 0 && id < p.num_experts) rank = p.expert_rank[id];
+            id = p.ids_are_64 ? ((const i64*)p.topk_idx)[pair] : ((const int*)p.topk_idx)[pair];
         }
-        if (rank == p.rank && unit.row < 0) rank = -1;  // dropped for want of room
-        const u64 bit = rank >= 0 ? 1ull << rank : 0;
-        u64 ranks = (u64)__reduce_or_sync(~0u, (u32)(bit >> 32)) << 32 | __reduce_or_sync(~0u, (u32)bit);
-        for (u64 left = ranks & ~(1ull << p.rank); left; left &= left - 1) {
-            const int from = __ffsll(left) - 1;
-            const u32* flag = (const u32*)(mine + from * p.space.sender_bytes + p.space.arrived);
-            flag += (i64)token * p.parts + part;
-            u32 value = 0;
-            wait_until(p.state, deadline, 3, from, [&] { return (value = load_acquire(flag)) >> 1 == epoch; });
-            if (value == epoch << 1) ranks &= ~(1ull << from);  // it had no room for any
-        }
-        Vector* y = (Vector*)(p.y + (i64)token * p.row_bytes);
-        for (int begin = unit.begin; begin < unit.end; begin += 32) {
-            const int vector = min(begin + lane, unit.end - 1);
-            Vector only = {0, 0, 0, 0};
-            Floats sum;
-            int terms = 0;
-            for (u64 left = ranks; left; left &= left - 1, ++terms) {
-                const int from = __ffsll(left) - 1;
-                const char* sums = mine + from * p.space.sender_bytes + p.space.sums + (i64)token * p.row_bytes;
-                only = from == p.rank ? sum_rows(p, unit.row, unit.weight, vector) : load_row((const Vector*)sums + vector);
-                add(sum, widen(only), terms == 0);
+        const Unit u = take(p, s, p.rank, token, part);
+    MARK(6)
+        const int rank = id >= 0 && id < p.num_experts ? p.expert_rank[id] : -1;  // lane k: who serves slot k
+        u32 ranks = __reduce_or_sync(~0u, rank >= 0 ? 1u << rank : 0);
+        if (u.rows == 0) ranks &= ~(1u << p.rank);  // dropped for want of room
+        const u32 others = ranks & ~(1u << p.rank);
+        const bool sender = others >> lane & 1;
+        const int most_vectors = piece_of(u.rows + __popc(others));
+        char* y = p.y + (i64)token * p.row_bytes;
+        for (int begin = u.begin; begin < u.end; begin += most_vectors) {
+            const int size = min(most_vectors, u.end - begin);
+            load_rows(p, u, begin, size);
+            if (begin == u.begin && others) {
+    MARK(7)
+                u32 value = epoch << 1 | 1;
+                if (sender) {
+                    const u32* flag = (const u32*)(mine + p.space.arrived) + (i64)token * p.parts + part;
+                    wait_while(p.state, deadline, 3, [&] { return (value = load_acquire(flag)) >> 1 == (epoch & 0x7fffffff) ? -1 : lane; });
+                    fence_before_load();
+                }
+                ranks &= ~__ballot_sync(~0u, value == epoch << 1);  // without those that had no room for any
             }
-            if (begin + lane < unit.end) store_row(y + vector, terms > 1 ? round_bf16(sum) : only);
+    MARK(8)
+            const u32 senders = ranks & ~(1u << p.rank);
+            if (senders >> lane & 1) {
+                const int place = u.rows + __popc(senders & ((1u << lane) - 1));
+                bulk_load(u.stage + place * size, mine + p.space.sums + (i64)token * p.row_bytes + begin * 16, size * 16, u.full);
+            }
+            if (lane == 0) announce(u.full, (u.rows + __popc(senders)) * size * 16);
+            await_bytes(u.full, phase);
+            phase ^= 1;
+            for (int v = lane; v < size; v += 32) {
+                Vector only = {0, 0, 0, 0};
+                Floats sum;
+    MARK(9)
+                int terms = 0, place = u.rows;
+                for (u32 left = ranks; left; left &= left - 1, ++terms) {
+                    const int from = __ffs(left) - 1;
+                    only = from == p.rank ? sum_rows(u, size, v) : u.stage[place++ * size + v];
+                    add(sum, widen(only), terms == 0);
+                }
+                ((Vector*)y)[begin + v] = terms > 1 ? round_bf16(sum) : only;
+            }
+    MARK(10)
+            __syncwarp();
         }
     }
 }
 
-__global__ void __launch_bounds__(COMBINE_THREADS, 1) combine(const CombineParams* params) {
-    const CombineParams& p = params[blockIdx.y];
+__device__ __forceinline__ void run_combine(const CombineParams& p) {
+    extern __shared__ __align__(128) char shared[];
+    CombineShared& s = *(CombineShared*)shared;
+    const int thread = threadIdx.x, warp = thread / 32, lane = lane_id();
+    const bool sends = p.num_ranks > 1 && warp < SEND_WARPS;
+    u32 drawn = draw(p.state->tickets[sends ? 0 : 1]), phase = 0;
+    MARK(0)
     const u32 epoch = *(volatile u32*)&p.state->epoch + 1;
     const u64 deadline = nanoseconds() + p.timeout_ns;
-    if (p.num_ranks > 1 && threadIdx.x / 32 % 2 == 0) send_sums(p, epoch);
-    sum_up(p, epoch, deadline);
-    end_launch(p.state, epoch, gridDim.x);
+    if (thread == 0) s.left = 0;
+    if (thread < p.num_ranks) s.peers[thread] = p.peers[thread] + (epoch & 1) * p.space.bank_bytes;
+    if (thread < p.num_ranks) s.tokens[thread] = p.tokens_of_rank[thread];
+    if (lane == 0) init_barrier(&s.full[warp]);
+    __syncthreads();
+    MARK(1)
+    if (sends) {
+        send_sums(p, s, epoch, drawn, phase);
+        drawn = draw(p.state->tickets[1]);
+    }
+    sum_up(p, s, epoch, deadline, drawn, phase);
+    if (lane == 0) leave(p.state, &s.left, COMBINE_WARPS, epoch);
+    MARK(11)
 }
+
+__global__ void __launch_bounds__(COMBINE_THREADS, 1) combine(const __grid_constant__ CombineParams p) { run_combine(p); }
+
+// Several ranks on one GPU, for tests.
+__global__ void __launch_bounds__(COMBINE_THREADS, 1) combine_virtual(const CombineParams* p) { run_combine(p[blockIdx.y]); }
 
 }  // namespace moeloom

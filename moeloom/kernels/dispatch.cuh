@@ -26,7 +26,7 @@ constexpr int NOWHERE = 0xffff;
 #define PUSH_W 6
 #endif
 #ifndef FAN_W
-#define FAN_W 16
+#define FAN_W 12
 #endif
 constexpr int ROUTE_WARPS = 8, PUSH_WARPS = PUSH_W, FAN_WARPS = FAN_W, COPY_WARPS = PUSH_WARPS + FAN_WARPS;
 constexpr int DISPATCH_THREADS = 32 * (ROUTE_WARPS + COPY_WARPS);
@@ -271,7 +271,8 @@ __device__ __forceinline__ void mark_padding(const DispatchParams& p, const Disp
     };
     for (int e = item; e < p.num_local; e += items) mark(s.start[e] + s.count[e], s.start[e + 1]);
     const int tail = s.start[p.num_local], share = (p.capacity - tail + items - 1) / items;
-    mark(tail + (i64)item * share < p.capacity ? tail + item * share : p.capacity, (int)min((i64)p.capacity, tail + (i64)(item + 1) * share));
+    const int begin = min(tail + item * share, p.capacity);
+    mark(begin, min(begin + share, p.capacity));
 }
 
 // By one warp: the place of each pair of a chunk, by expert, then source, token and slot.
@@ -324,15 +325,19 @@ __device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShar
         s.weights[i + 1] = __uint_as_float(word.y);
     }
     sync_threads(1, ROUTERS);
+    MARK(4)
     sum_counts(p, s, epoch, deadline, ahead);
     sync_threads(1, ROUTERS);
+    MARK(5)
     if (thread < 32) {
         const int dropped = lay_out(p, s);
         if (item == 0 && thread == 0) p.problems[0] = dropped;
     }
     sync_threads(1, ROUTERS);
+    MARK(6)
     if (thread < 32) {
         place_pairs(p, s, epoch, (u64*)(from + p.space.places) + begin, (i64)source * p.max_tokens * p.num_topk + begin, pairs);
+    MARK(7)
     } else {
         mark_padding(p, s, item, items, thread - 32, ROUTERS - 32);
         if (item == 0) {
@@ -346,8 +351,10 @@ __device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShar
 __device__ __forceinline__ void route(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline) {
     const int thread = threadIdx.x;
     show_routing(p, s, epoch);
+    MARK(2)
     if (thread < 32) {
         await_tokens(p, s, epoch, deadline);
+    MARK(3)
         arrive_threads(2, 32 * (1 + FAN_WARPS));
     }
     sync_threads(1, ROUTERS);
@@ -384,6 +391,7 @@ __device__ __forceinline__ void copy_row(Stage& stage, const char* from, int row
         }
         await_bytes(stage.full, stage.phase);
         stage.phase ^= 1;
+    MARK((local ? 19 : 14))
 #ifdef HINT_OUT
         if (to && local) bulk_store(to + begin, stage.data, bytes, evict_first());
         else
@@ -396,8 +404,10 @@ __device__ __forceinline__ void push_rows(const DispatchParams& p, DispatchShare
     const int lane = lane_id(), tokens = own_tokens(p);
     for (int token = ticket(drawn); token < tokens; token = ticket(drawn)) {
         drawn = draw(p.state->tickets[1]);
+    MARK(10)
         const i64 id = lane < p.num_topk ? read_id(p, (i64)token * p.num_topk + lane) : -1;
         const int rank = id >= 0 && id < p.num_experts ? s.homes[id] / MAX_LOCAL : -1;
+    MARK(11)
         const u32 same = __match_any_sync(~0u, rank);
         const bool first = rank >= 0 && rank != p.rank && lane == __ffs(same) - 1;  // one row for each peer
         if (!__any_sync(~0u, first)) continue;
@@ -407,7 +417,9 @@ __device__ __forceinline__ void push_rows(const DispatchParams& p, DispatchShare
 #endif
         if (!first) continue;
         await_stores();
+    MARK(12)
         store_release((u32*)(to + p.space.arrived) + token, epoch);
+    MARK(13)
     }
     if (lane == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
 }
@@ -416,6 +428,7 @@ __device__ __forceinline__ void fan_out(const DispatchParams& p, DispatchShared&
     const int lane = lane_id(), others = p.num_ranks - 1;
     sync_threads(2, 32 * (1 + FAN_WARPS));  // s.tokens
     const int own = s.tokens[p.rank];
+    MARK(15)
     int most = 0;
     for (int r = 0; r < p.num_ranks; ++r)
         if (r != p.rank) most = max(most, s.tokens[r]);
@@ -437,6 +450,7 @@ __device__ __forceinline__ void fan_out(const DispatchParams& p, DispatchShared&
             if (value >> 32 == epoch) row = (int)(u32)value;
         }
         __syncwarp();
+    MARK(16)
         if (!__any_sync(~0u, row >= 0)) continue;
         const char* data = p.x + token * p.x_stride;
         if (source != p.rank) {
@@ -446,10 +460,12 @@ __device__ __forceinline__ void fan_out(const DispatchParams& p, DispatchShared&
                 wait_while(p.state, deadline, 2, [&] { return load_acquire(flag) == epoch ? -1 : source; });
                 fence_before_load();
             }
+    MARK(17)
             __syncwarp();
         }
 #ifndef NO_FAN_COPY
         copy_row(stage, data, p.row_bytes, row >= 0 ? p.rows + (i64)row * p.row_bytes : nullptr, true);
+    MARK(18)
 #endif
     }
     if (lane == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
@@ -461,6 +477,7 @@ __device__ __forceinline__ void run_dispatch(const DispatchParams& p) {
     const int thread = threadIdx.x, warp = thread / 32;
     const u32 epoch = *(volatile u32*)&p.state->epoch + 1;
     const u64 deadline = nanoseconds() + p.timeout_ns;
+    MARK(0)
     u32 drawn = 0;
     Stage stage{};
     if (warp < ROUTE_WARPS) {
@@ -475,13 +492,16 @@ __device__ __forceinline__ void run_dispatch(const DispatchParams& p) {
     if (thread < p.num_ranks) s.peers[thread] = p.peers[thread] + (epoch & 1) * p.space.bank_bytes;
     for (int e = thread; e < p.num_experts; e += DISPATCH_THREADS) s.homes[e] = p.expert_rank[e] * MAX_LOCAL + p.expert_slot[e];
     __syncthreads();
+    MARK(1)
     if (warp < ROUTE_WARPS)
         route(p, s, epoch, deadline);
     else if (warp < ROUTE_WARPS + PUSH_WARPS)
         push_rows(p, s, stage, epoch, drawn);
     else
         fan_out(p, s, stage, epoch, deadline, drawn);
+    MARK(20)
     await_stores_read();  // shared memory lasts as long as the block
+    MARK(21)
 }
 
 __global__ void __launch_bounds__(DISPATCH_THREADS, 1) dispatch(const __grid_constant__ DispatchParams p) { run_dispatch(p); }

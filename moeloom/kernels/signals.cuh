@@ -1,6 +1,12 @@
 // How ranks announce and wait: words with one writer each, epochs instead of resets, and a deadline on every wait.
 #pragma once
 
+#ifdef TRACE
+#define MARK(i) if (lane_id() == 0) trace_buf[blockIdx.x * 32 + i] = nanoseconds();
+#else
+#define MARK(i)
+#endif
+
 namespace moeloom {
 
 using u16 = unsigned short;

@@ -25,6 +25,7 @@ class Candidate:
 
     seconds: predicted; None if it cannot run, then `note` says why. stages: of the whole layer. tasks: the stages of
     one chunk, for the graph. scale_up_bytes, scale_out_bytes: on the rank's links. memory_bytes: beside the weights.
+    num_comm_sms: SMs of a GPU that keep up with its links.
     """
 
     pipeline: PipelineName

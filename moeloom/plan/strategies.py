@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from moeloom.plan.choices import Choices, Uniform
+from moeloom.plan.comm_sms import Links, num_comm_sms
 from moeloom.plan.cost import StageTime, fused_time, overlapped, stage_time, unknown_rates
 from moeloom.plan.efficiency import RESOURCES, Efficiency
 from moeloom.plan.flow import Flow, expected_flow
@@ -92,8 +93,21 @@ def estimate(
         memory_bytes=layer_memory(
             problem, _scaled(flow, chunks), setting.domains.num_ranks, min(1.0, IN_FLIGHT / chunks)
         ),
+        num_comm_sms=comm_sms(problem, setting, exchange),
         note=f"assumed: {', '.join(unknown)}" if unknown else "",
     )
+
+
+def comm_sms(problem: Problem, setting: Setting, exchange: ExchangeName) -> int:
+    """SMs that keep up with the links; 0 where there are none, or nothing to move. Not charged to the experts: what
+    kernels reach beside communication is measured as their efficiency.
+    """
+    machine, domains = setting.machine, setting.domains
+    if machine.num_sms is None or domains.num_ranks == 1:
+        return 0
+    links = Links(machine.scale_up_bandwidth, machine.scale_out_bandwidth)
+    topk = min(problem.num_topk, problem.num_experts)
+    return num_comm_sms(problem.num_experts, topk, domains, links, exchange, machine.num_sms)
 
 
 def roofline(problem: Problem, setting: Setting) -> tuple[float, str]:

@@ -17,7 +17,7 @@ from tests.backend.test_failure import DIFFERENT, SOON, WRONG, explode, with_act
 from tests.support.cases import MEMBERS, Case, covering_cases
 from tests.support.compare import equal_bits
 from tests.support.exchange import poison
-from tests.support.failure import Attempt, attempt, layer_of, over_four, the_same, works
+from tests.support.failure import FOUR, Attempt, attempt, layer_of, over_four, the_same, works
 from tests.support.pool import Ranks, runtime_of
 
 INTERMEDIATE = 5
@@ -162,7 +162,7 @@ def test_gradients_are_those_of_the_whole_batch(ranks: Ranks) -> None:
 
 
 def other_modes() -> list[str]:
-    """What threads do not inherit from their caller: modes of torch."""
+    """What a thread does not inherit from its caller: modes of torch."""
     rt = runtime_of((0, 1), 1)
     if rt is None:
         return []
@@ -172,22 +172,38 @@ def other_modes() -> list[str]:
     def run(chunks: int) -> Tensor:
         return rt.moe(x, routing, experts, plan=Plan(chunks=chunks))
 
-    found, threads = {}, torch.get_num_threads()
-    with torch.inference_mode():
-        found["inference_mode"] = equal_bits(run(3), run(1))
-    with torch.no_grad():
-        found["no_grad"] = equal_bits(run(3), run(1))
+    def grad(chunks: int) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        rt.moe(leaf, routing, experts, plan=Plan(chunks=chunks)).square().sum().backward()
+        return leaf.grad
+
+    wanted, wanted_grad, wrong = run(1), grad(1), []
+    for name, mode in {
+        "inference_mode": torch.inference_mode(),
+        "no_grad": torch.no_grad(),
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+    }.items():
+        with mode:
+            wrong += [f"{name}, {chunks}" for chunks in (1, 3) if not equal_bits(run(chunks), wanted)]
     with torch.autocast("cpu", torch.bfloat16):
-        found["autocast"] = equal_bits(run(3), run(1))
-    found["threads"] = torch.get_num_threads() == threads
-    return [name for name, good in found.items() if not good]
+        wrong += [f"autocast, gradient, {chunks}" for chunks in (1, 3) if not equal_bits(grad(chunks), wanted_grad)]
+    return wrong
 
 
-def test_modes_of_the_caller(ranks: Ranks) -> None:
+def test_modes_of_the_caller_change_no_bit(ranks: Ranks) -> None:
     assert ranks.run(other_modes)[:2] == [[]] * 2
 
 
 # ---- what is counted, and what ran when
+
+
+SLEEP = 0.04
+
+
+def slow_activation(gate: Tensor, up: Tensor) -> Tensor:
+    """Long enough for another chunk's dispatch."""
+    time.sleep(SLEEP)
+    return up
 
 
 def counted(nodes: int, exchange: Any, recipe_name: str) -> list[dict] | None:
@@ -200,6 +216,7 @@ def counted(nodes: int, exchange: Any, recipe_name: str) -> list[dict] | None:
     experts = Experts(
         normal(local, 8, 12, seed=1).to(recipe.dtype),
         normal(local, 12, 4, seed=2).to(recipe.dtype),
+        activation=slow_activation,
         placement=placement,
     )
     num_tokens = [53, 0, 7, 64][rt.rank]
@@ -228,14 +245,6 @@ def test_chunks_move_the_same_bytes(ranks: Ranks, nodes: int, exchange: str, rec
                     moved += part[stage][what]
                 assert part[stage]["seconds"] > 0
     assert moved > 0
-
-
-SLEEP = 0.04
-
-
-def slow_activation(gate: Tensor, up: Tensor) -> Tensor:
-    time.sleep(SLEEP)
-    return up
 
 
 def traced(nodes: int, chunks: int) -> tuple[list[Event], bool, int] | None:
@@ -329,33 +338,41 @@ def call_with(nodes: int, plans: list[Plan]) -> tuple[Attempt, bool] | None:
 def test_different_chunks_are_an_error_everywhere(ranks: Ranks, nodes: int, chunks: tuple[int, ...]) -> None:
     attempts, poisoned = zip(*ranks.run(call_with, nodes, [Plan(chunks=n) for n in chunks])[:4], strict=True)
     told = the_same(list(attempts))
-    assert told.error and re_search_call(told.text), told
+    assert told.error and says_who_called_what(told.text), told
     assert all(poisoned)
     assert max(each.seconds for each in attempts) < SOON
 
 
-def re_search_call(text: str) -> bool:
+def says_who_called_what(text: str) -> bool:
     """Whether the text says who called what."""
     return "rank 0 called" in text or "differs between ranks" in text
 
 
-def mega(nodes: int) -> tuple[Attempt, bool, bool] | None:
+def mega(nodes: int, who: tuple[int, ...]) -> tuple[Attempt, bool, bool] | None:
     rt = over_four(nodes)
     if rt is None:
         return None
     with rt:
         mine = layer_of(rt)
         out = torch.zeros_like(mine.x)
-        told = attempt(mine.but(plan=Plan("mega")).run, rt, out)
+        told = attempt(mine.but(plan=Plan("mega" if rt.rank in who else "split")).run, rt, out)
         return told, bool(out.isnan().all()), works(rt)
 
 
 @on_nodes
 def test_a_pipeline_that_the_backend_has_not(ranks: Ranks, nodes: int) -> None:
-    attempts, poisoned, usable = zip(*ranks.run(mega, nodes)[:4], strict=True)
+    attempts, poisoned, usable = zip(*ranks.run(mega, nodes, FOUR)[:4], strict=True)
+    for rank, told in enumerate(attempts):  # each is wrong by itself, and says so at once
+        assert told.error == "CapabilityError", told
+        assert told.text == f"rank {rank}: pipeline is 'mega'; the cpu backend has split, decode"
+    assert all(poisoned) and all(usable)
+
+
+@on_nodes
+def test_a_pipeline_that_the_backend_has_not_on_one_rank(ranks: Ranks, nodes: int) -> None:
+    attempts, poisoned, usable = zip(*ranks.run(mega, nodes, (2,))[:4], strict=True)
     told = the_same(list(attempts))
-    assert told.error == "CapabilityError", told
-    assert told.text.endswith("pipeline is 'mega'; the cpu backend has split, decode"), told
+    assert (told.error, told.text[:30]) == ("CapabilityError", "rank 2: pipeline is 'mega'; th"), told
     assert all(poisoned) and all(usable)
 
 
@@ -407,5 +424,5 @@ def chunked_fp8_gradient() -> Attempt | None:
 
 
 def test_no_gradient_of_fp8(ranks: Ranks) -> None:
-    told = the_same(ranks.run(chunked_fp8_gradient)[:2])
-    assert told.error == "CapabilityError" and "recipe fp8 is forward only" in told.text
+    for told in ranks.run(chunked_fp8_gradient)[:2]:
+        assert told.error == "CapabilityError" and "recipe fp8 is forward only" in told.text

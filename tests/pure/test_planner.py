@@ -146,7 +146,7 @@ def _efficiency(source: random.Random) -> Efficiency:
 
 def _choices(source: random.Random, asked: Problem) -> Choices:
     kind = source.random()
-    if kind < 0.7 or asked.num_experts > 300:  # a skewed law of many experts takes long
+    if kind < 0.7 or asked.num_experts > 128:  # a skewed law of many experts takes long
         return Uniform()
     if kind < 0.85:
         return Skewed(source.choice((0.0, 0.5, 1.0, 2.0)))
