@@ -23,7 +23,7 @@ from moeloom.cli.measure import Around, measure
 from moeloom.machine_cache import cores
 from moeloom.plan.measured import Measured
 from moeloom.plan.planner import choose
-from moeloom.plan.problem import Domains, Problem
+from moeloom.plan.problem import Domains, Phase, Problem
 from moeloom.plan.strategies import Setting
 from tests.support.throttle import ThrottledLink, throttled
 
@@ -40,12 +40,13 @@ class Cell:
     hidden: int
     intermediate: int
     topk: int
+    phase: Phase = "decode"
 
     @property
     def problem(self) -> Problem:
-        """Phase decode: every pipeline is allowed."""
+        """What each rank has to do. In phase decode every pipeline is allowed."""
         shape = (self.hidden, EXPERTS_PER_RANK * self.ranks, self.topk)
-        return Problem(self.tokens, *shape, FP32, "decode", self.intermediate)
+        return Problem(self.tokens, *shape, FP32, self.phase, self.intermediate)
 
     def plan(self, measured: Measured) -> Plan:
         """The planner's choice."""
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="512x256x4,1024x512x8", help="hidden x intermediate x top-k")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--link", type=float, default=0.0, help="bytes per second between two nodes; 0: no proxy")
+    parser.add_argument("--phase", choices=("decode", "prefill"), default="decode", help="prefill: no decode pipeline")
     parser.add_argument("--all", action="store_true", help="show every candidate")
     chosen = parser.parse_args()
     with ExitStack() as stack:
@@ -168,7 +170,7 @@ def cells(chosen: argparse.Namespace) -> Iterator[Cell]:
         hidden, intermediate, topk = map(int, shape.split("x"))
         for nodes in map(int, chosen.nodes.split(",")):
             for tokens in map(int, chosen.tokens.split(",")):
-                yield Cell(chosen.ranks, nodes, tokens, hidden, intermediate, topk)
+                yield Cell(chosen.ranks, nodes, tokens, hidden, intermediate, topk, chosen.phase)
 
 
 def details(found: Outcome) -> str:

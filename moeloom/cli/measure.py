@@ -41,6 +41,7 @@ FEW, MANY = 1, 512  # tokens of a call that is all waiting, and of one that is m
 ROOM = 64  # tokens of the decode pipeline's larger call: its rooms grow with tokens x ranks x experts
 Around = Callable[[], AbstractContextManager[object]]
 PIPELINES_MEASURED: tuple[PipelineName, ...] = ("split", "decode")
+WIDE = 8
 LEAST = 1e-9  # seconds; a difference of two medians may come out negative
 
 
@@ -114,6 +115,7 @@ class Probes:
     stages: dict[Point, dict[str, float]]
     flops: dict[str, float]
     memory_bandwidth: float
+    weight_bandwidth: float
     round_seconds: dict[int, float]
 
 
@@ -135,7 +137,8 @@ def measure(ranks: int, times: int = 9, around: Around = nullcontext) -> Iterato
             stages[point] = {stage: max(result[stage] for result in results) for stage in STAGES}
     flops = {name: min(result["flops"][name] for result in local) for name in local[0]["flops"]}
     bandwidth = min(result["bandwidth"] for result in local)
-    yield solve(Probes(stages, flops, bandwidth, rounds), ranks, machine_cache.cores())
+    weights = min(result["weights"] for result in local)
+    yield solve(Probes(stages, flops, bandwidth, weights, rounds), ranks, machine_cache.cores())
 
 
 def solve(probes: Probes, ranks: int, cores: int) -> Measured:
@@ -173,13 +176,16 @@ def solve(probes: Probes, ranks: int, cores: int) -> Measured:
 
 
 def _experts(probes: Probes, machine: Machine, ranks: int, pipeline: PipelineName) -> Rates:
-    """What beginning an expert costs, from few tokens; the share of the product rate, from many."""
+    """How fast weights are read, from wide experts; what beginning an expert costs, from few tokens; the share of the
+    product rate, from many.
+    """
     flops, bandwidth = machine.flops["fp32"], probes.memory_bandwidth
     small, few = _timed(probes, ranks, Point(pipeline, "direct", 1, FEW), "experts")
     large, many = _timed(probes, ranks, Point(pipeline, "direct", 1, _many(pipeline)), "experts")
-    each = max(LEAST, small - few.flops / flops - few.memory_bytes / bandwidth) / few.experts
-    rest = large - each * many.experts - many.memory_bytes / bandwidth
-    return Rates(compute=_share(many.flops / flops, rest), expert_seconds=each)
+    memory = _share(1.0, bandwidth / probes.weight_bandwidth)
+    each = max(LEAST, small - few.flops / flops - few.memory_bytes / (bandwidth * memory)) / few.experts
+    rest = large - each * many.experts - many.memory_bytes / (bandwidth * memory)
+    return Rates(compute=_share(many.flops / flops, rest), memory=memory, expert_seconds=each)
 
 
 def _move(probes: Probes, machine: Machine, ranks: int, pipeline: PipelineName, stage: str) -> tuple[Rates, float]:
@@ -248,7 +254,9 @@ def make_layer(rank: int, ranks: int, tokens: int, recipe: Recipe = FP32) -> tup
 
 
 def time_alone() -> dict[str, Any]:
-    """On a rank, all at once: FLOP/s of large experts by recipe, and bytes per second of gathering rows."""
+    """On a rank, all at once: FLOP/s of large experts by recipe, bytes per second of gathering rows, and of reading the
+    weights of wide experts that have one row.
+    """
     flops = {}
     for recipe in (FP32, BF16, FP8):
         x, routing, experts = make_layer(0, 1, 1024, recipe)
@@ -263,7 +271,24 @@ def time_alone() -> dict[str, Any]:
     rows, index = torch.randn(16384, HIDDEN), torch.randperm(16384)
     out = torch.empty_like(rows)
     seconds = _median_seconds(lambda: torch.index_select(rows, 0, index, out=out))
-    return {"flops": flops, "bandwidth": 2 * rows.nbytes / seconds}
+    return {"flops": flops, "bandwidth": 2 * rows.nbytes / seconds, "weights": _weight_bandwidth()}
+
+
+def _weight_bandwidth() -> float:
+    """More than a cache holds: WIDE times as wide as the experts of the other probes; what those take is taken off."""
+    (small, few), (large, many) = (_one_row_each(width) for width in (INTERMEDIATE, WIDE * INTERMEDIATE))
+    return (many - few) / max(large - small, LEAST)
+
+
+def _one_row_each(width: int) -> tuple[float, int]:
+    """Seconds of a layer whose experts have a row each, and the bytes of their weights."""
+    experts = Experts(torch.randn(EXPERTS_PER_RANK, 2 * width, HIDDEN), torch.randn(EXPERTS_PER_RANK, HIDDEN, width))
+    routing = Routing(torch.arange(EXPERTS_PER_RANK).unsqueeze(1), torch.ones(EXPERTS_PER_RANK, 1))
+    x = torch.randn(EXPERTS_PER_RANK, HIDDEN)
+    with Runtime("self") as rt:
+        seconds = _median_seconds(lambda: rt.moe(x, routing, experts))
+    return seconds, experts.gate_up.nbytes + experts.down.nbytes
+
 
 
 def time_rounds(nodes: int, around: Around = nullcontext) -> float:

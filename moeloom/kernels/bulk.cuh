@@ -13,7 +13,8 @@ __device__ __forceinline__ void init_barrier(u64* full) {
 }
 
 __device__ __forceinline__ void announce(u64* full, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(full)), "r"(bytes)
+                 : "memory");
 }
 
 // No deadline: what is waited for is a read of this GPU's own memory that has begun.
@@ -26,13 +27,6 @@ __device__ __forceinline__ void await_bytes(u64* full, u32 phase) {
         : "memory");
 }
 
-// Of bytes that nobody reads again soon.
-__device__ __forceinline__ u64 evict_first() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* full) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -40,27 +34,18 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes,
                  : "memory");
 }
 
-__device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, u64* full, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-            shared_address(to)),
-        "l"(from), "r"(bytes), "r"(shared_address(full)), "l"(policy)
-        : "memory");
+// Into the second-level cache.
+__device__ __forceinline__ void prefetch_bytes(const void* from, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
+
+__device__ __forceinline__ void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // Each store is a group of its own, of the thread that starts it.
 __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\n cp.async.bulk.commit_group;" ::"l"(to),
                  "r"(shared_address(from)), "r"(bytes)
                  : "memory");
-}
-
-__device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;\n cp.async.bulk.commit_group;" ::"l"(
-            to),
-        "r"(shared_address(from)), "r"(bytes), "l"(policy)
-        : "memory");
 }
 
 // This thread's stores have read their shared memory: it may be overwritten.

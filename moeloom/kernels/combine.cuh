@@ -11,20 +11,14 @@
 
 namespace moeloom {
 
-#ifndef SEND_W
-#define SEND_W 8
-#endif
-#ifndef COMBINE_W
-#define COMBINE_W 16
-#endif
-constexpr int COMBINE_WARPS = COMBINE_W, COMBINE_THREADS = 32 * COMBINE_WARPS;
-constexpr int SEND_WARPS = SEND_W;  // of them; the rest is SUM from the start
+constexpr int COMBINE_WARPS = 16, COMBINE_THREADS = 32 * COMBINE_WARPS;
+constexpr int SEND_WARPS = 8;  // of them; the rest is SUM from the start
 constexpr int COMBINE_STAGE = 196608 / COMBINE_WARPS / 16;  // vectors of each warp
 
 // What one rank has sent to another, in each of two banks: offsets in bytes from the receiver's symmetric memory.
 struct CombineSpace {
     i64 bank_bytes, sender_bytes;  // strides
-    i64 begun;    // of bank 0, sender 0: a word that says that the sender has begun this launch
+    i64 begun;    // of bank 0, sender 0: a number that says that the sender has begun this launch
     i64 arrived;  // 4 bytes for each part of a token
     i64 sums;     // rows
 };
@@ -94,7 +88,8 @@ struct Unit {
 };
 
 __device__ __forceinline__ Unit take(const CombineParams& p, CombineShared& s, int source, int token, int part) {
-    const int lane = lane_id(), warp = threadIdx.x / 32, vectors = p.row_bytes / 16, size = (vectors + p.parts - 1) / p.parts;
+    const int lane = lane_id(), warp = threadIdx.x / 32;
+    const int vectors = p.row_bytes / 16, size = (vectors + p.parts - 1) / p.parts;
     Unit u{s.stages[warp], p.row_weight ? s.weights[warp] : nullptr, &s.full[warp], NOT_HERE};
     u.begin = min(part * size, vectors);
     u.end = min(u.begin + size, vectors);
@@ -115,12 +110,8 @@ __device__ __forceinline__ int piece_of(int rows) {
 
 // Brings a piece of each local row into the stage, one after the other.
 __device__ __forceinline__ void load_rows(const CombineParams& p, const Unit& u, int begin, int size) {
-#ifdef HINT_IN
-    if (u.row >= 0)
-        bulk_load(u.stage + u.place * size, p.rows + (i64)u.row * p.row_bytes + begin * 16, size * 16, u.full, evict_first());
-#else
-    if (u.row >= 0) bulk_load(u.stage + u.place * size, p.rows + (i64)u.row * p.row_bytes + begin * 16, size * 16, u.full);
-#endif
+    const char* row = p.rows + (i64)u.row * p.row_bytes;
+    if (u.row >= 0) bulk_load(u.stage + u.place * size, row + begin * 16, size * 16, u.full);
 }
 
 // The sum of a token's local rows at one vector of the piece, rounded as it travels.
@@ -128,6 +119,7 @@ __device__ __forceinline__ Vector sum_rows(const Unit& u, int size, int vector) 
     constexpr int GROUP = 4;
     Floats sum;
     Vector loaded[GROUP] = {};
+#pragma unroll 1
     for (int begin = 0; begin < u.rows; begin += GROUP) {
 #pragma unroll
         for (int i = 0; i < GROUP; ++i)
@@ -150,21 +142,23 @@ __device__ __forceinline__ Vector sum_rows(const Unit& u, int size, int vector) 
 __device__ __forceinline__ void send_sums(const CombineParams& p, CombineShared& s, u32 epoch, u32 drawn, u32& phase) {
     const int lane = lane_id(), others = p.num_ranks - 1;
     if (ticket(drawn) == 0 && lane < p.num_ranks)
-        store_word(s.peers[lane] + p.rank * p.space.sender_bytes + p.space.begun, 0, 0, 0, epoch);
+        store_number(s.peers[lane] + p.rank * p.space.sender_bytes + p.space.begun, 0, epoch);
     int most = 0;
+#pragma unroll 1
     for (int r = 0; r < p.num_ranks; ++r)
         if (r != p.rank) most = max(most, s.tokens[r]);
     const int units = most * others * p.parts;
+#pragma unroll 1
     for (int unit = ticket(drawn); unit < units; unit = ticket(drawn)) {
         drawn = draw(p.state->tickets[0]);
         const int part = unit % p.parts, source = (p.rank + 1 + unit / p.parts % others) % p.num_ranks;
         const int token = unit / p.parts / others;
         if (token >= s.tokens[source]) continue;
         const Unit u = take(p, s, source, token, part);
-    MARK(2)
         if (!__any_sync(~0u, u.row != NOT_HERE)) continue;  // the token's rank does not wait for it
         char* to = s.peers[source] + p.rank * p.space.sender_bytes;
         const int most_vectors = piece_of(u.rows);
+#pragma unroll 1
         for (int begin = u.begin; u.rows && begin < u.end; begin += most_vectors) {
             const int size = min(most_vectors, u.end - begin);
             if (lane == 0) announce(u.full, u.rows * size * 16);
@@ -173,7 +167,7 @@ __device__ __forceinline__ void send_sums(const CombineParams& p, CombineShared&
             load_rows(p, u, begin, size);
             await_bytes(u.full, phase);
             phase ^= 1;
-    MARK(3)
+#pragma unroll 1
             for (int v = lane; v < size; v += 32) u.stage[v] = sum_rows(u, size, v);
             fence_before_store();
             __syncwarp();
@@ -181,21 +175,22 @@ __device__ __forceinline__ void send_sums(const CombineParams& p, CombineShared&
         }
         if (lane == 0) {
             await_stores();
-    MARK(4)
-            store_release((u32*)(to + p.space.arrived) + (i64)token * p.parts + part, epoch << 1 | (u.rows > 0));  // 0: none had room
-    MARK(5)
+            u32* flag = (u32*)(to + p.space.arrived) + (i64)token * p.parts + part;
+            store_release(flag, epoch << 1 | (u.rows > 0));  // 0: none had room
         }
     }
     await_stores_read();
     __syncwarp();
 }
 
-__device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s, u32 epoch, u64 deadline, u32 drawn, u32& phase) {
+__device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s, u32 epoch, u64 deadline, u32 drawn,
+                                       u32& phase) {
     const int lane = lane_id(), units = s.tokens[p.rank] * p.parts;
     const char* mine = s.peers[p.rank] + lane * p.space.sender_bytes;  // what rank `lane` has sent
     if (ticket(drawn) == 0 && lane < p.num_ranks && p.num_ranks > 1)  // so that no rank is two launches ahead
-        wait_while(p.state, deadline, 3, [&] { return load_word(mine + p.space.begun).w == epoch ? -1 : lane; });
+        wait_while(p.state, deadline, 3, [&] { return is_of(load_number(mine + p.space.begun), epoch) ? -1 : lane; });
     __syncwarp();
+#pragma unroll 1
     for (int unit = ticket(drawn); unit < units; unit = ticket(drawn)) {
         drawn = draw(p.state->tickets[1]);
         const int token = unit / p.parts, part = unit % p.parts;
@@ -205,7 +200,6 @@ __device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s,
             id = p.ids_are_64 ? ((const i64*)p.topk_idx)[pair] : ((const int*)p.topk_idx)[pair];
         }
         const Unit u = take(p, s, p.rank, token, part);
-    MARK(6)
         const int rank = id >= 0 && id < p.num_experts ? p.expert_rank[id] : -1;  // lane k: who serves slot k
         u32 ranks = __reduce_or_sync(~0u, rank >= 0 ? 1u << rank : 0);
         if (u.rows == 0) ranks &= ~(1u << p.rank);  // dropped for want of room
@@ -213,33 +207,37 @@ __device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s,
         const bool sender = others >> lane & 1;
         const int most_vectors = piece_of(u.rows + __popc(others));
         char* y = p.y + (i64)token * p.row_bytes;
+#pragma unroll 1
         for (int begin = u.begin; begin < u.end; begin += most_vectors) {
             const int size = min(most_vectors, u.end - begin);
             load_rows(p, u, begin, size);
             if (begin == u.begin && others) {
-    MARK(7)
                 u32 value = epoch << 1 | 1;
                 if (sender) {
                     const u32* flag = (const u32*)(mine + p.space.arrived) + (i64)token * p.parts + part;
-                    wait_while(p.state, deadline, 3, [&] { return (value = load_acquire(flag)) >> 1 == (epoch & 0x7fffffff) ? -1 : lane; });
+                    wait_while(p.state, deadline, 3, [&] {
+                        value = load_acquire(flag);
+                        return (value ^ epoch << 1) <= 1 ? -1 : lane;
+                    });
                     fence_before_load();
                 }
                 ranks &= ~__ballot_sync(~0u, value == epoch << 1);  // without those that had no room for any
             }
-    MARK(8)
             const u32 senders = ranks & ~(1u << p.rank);
             if (senders >> lane & 1) {
                 const int place = u.rows + __popc(senders & ((1u << lane) - 1));
-                bulk_load(u.stage + place * size, mine + p.space.sums + (i64)token * p.row_bytes + begin * 16, size * 16, u.full);
+                const char* sums = mine + p.space.sums + (i64)token * p.row_bytes;
+                bulk_load(u.stage + place * size, sums + begin * 16, size * 16, u.full);
             }
             if (lane == 0) announce(u.full, (u.rows + __popc(senders)) * size * 16);
             await_bytes(u.full, phase);
             phase ^= 1;
+#pragma unroll 1
             for (int v = lane; v < size; v += 32) {
                 Vector only = {0, 0, 0, 0};
                 Floats sum;
-    MARK(9)
                 int terms = 0, place = u.rows;
+#pragma unroll 1
                 for (u32 left = ranks; left; left &= left - 1, ++terms) {
                     const int from = __ffs(left) - 1;
                     only = from == p.rank ? sum_rows(u, size, v) : u.stage[place++ * size + v];
@@ -247,7 +245,6 @@ __device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s,
                 }
                 ((Vector*)y)[begin + v] = terms > 1 ? round_bf16(sum) : only;
             }
-    MARK(10)
             __syncwarp();
         }
     }
@@ -259,7 +256,6 @@ __device__ __forceinline__ void run_combine(const CombineParams& p) {
     const int thread = threadIdx.x, warp = thread / 32, lane = lane_id();
     const bool sends = p.num_ranks > 1 && warp < SEND_WARPS;
     u32 drawn = draw(p.state->tickets[sends ? 0 : 1]), phase = 0;
-    MARK(0)
     const u32 epoch = *(volatile u32*)&p.state->epoch + 1;
     const u64 deadline = nanoseconds() + p.timeout_ns;
     if (thread == 0) s.left = 0;
@@ -267,14 +263,12 @@ __device__ __forceinline__ void run_combine(const CombineParams& p) {
     if (thread < p.num_ranks) s.tokens[thread] = p.tokens_of_rank[thread];
     if (lane == 0) init_barrier(&s.full[warp]);
     __syncthreads();
-    MARK(1)
     if (sends) {
         send_sums(p, s, epoch, drawn, phase);
         drawn = draw(p.state->tickets[1]);
     }
     sum_up(p, s, epoch, deadline, drawn, phase);
     if (lane == 0) leave(p.state, &s.left, COMBINE_WARPS, epoch);
-    MARK(11)
 }
 
 __global__ void __launch_bounds__(COMBINE_THREADS, 1) combine(const __grid_constant__ CombineParams p) { run_combine(p); }

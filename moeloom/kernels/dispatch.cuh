@@ -5,37 +5,34 @@
 // place depends on a race. Rows wait in a staging area, one place for each (source, token), until their flag is up.
 //
 // Roles of a block's warps: ROUTE first shows chunks of own tokens, then places the pairs of chunks of all sources; PUSH
-// sends rows; FAN copies own and arrived rows to their places. Work is taken by ticket. Who shows or pushes waits for
-// nothing, who places waits for those, FAN for the placed, and nobody for FAN: even one block at a time gets through.
+// sends own rows and copies them to their local places; FAN copies what arrives. Work is taken by ticket. Showing waits
+// for nothing, placing for what is shown, PUSH for its places, FAN for its places and rows, and nobody for FAN: even one
+// block at a time gets through.
+//
+// Loops with a count known at run time are not unrolled: the first run through cold code costs more than it saves.
 #pragma once
 #include "bulk.cuh"
 
 namespace moeloom {
 
 constexpr int MAX_TOPK = 32;
-constexpr int MAX_CHUNKS = 128;        // of one source
-constexpr int MAX_CHUNK_PAIRS = 2048;  // tokens x top-k of one chunk
-constexpr int MIN_CHUNK = 4;           // tokens: fewer chunks to sum up where tokens are few
+constexpr int MAX_CHUNKS = 64;         // of one source
+constexpr int MAX_CHUNK_PAIRS = 4096;  // tokens x top-k of one chunk
+constexpr int MIN_CHUNK = 8;           // tokens: fewer chunks to sum up where tokens are few
 constexpr int MAX_LOCAL = 512;         // experts of one rank
 constexpr int MAX_EXPERTS = MAX_RANKS * MAX_LOCAL;
 constexpr int WORD_COUNTS = 6;         // counts of 16 bits in a word of 16 bytes, beside its epoch
 constexpr int PIECE = 7424;            // bytes of a row that a warp copies at a time: one FP8 row of 7168 with its scales
 constexpr int NOWHERE = 0xffff;
 
-#ifndef PUSH_W
-#define PUSH_W 6
-#endif
-#ifndef FAN_W
-#define FAN_W 12
-#endif
-constexpr int ROUTE_WARPS = 8, PUSH_WARPS = PUSH_W, FAN_WARPS = FAN_W, COPY_WARPS = PUSH_WARPS + FAN_WARPS;
+constexpr int ROUTE_WARPS = 8, PUSH_WARPS = 6, FAN_WARPS = 6, COPY_WARPS = PUSH_WARPS + FAN_WARPS;
 constexpr int DISPATCH_THREADS = 32 * (ROUTE_WARPS + COPY_WARPS);
 constexpr int ROUTERS = 32 * ROUTE_WARPS;
 
 // What one source has at one receiver, in each of two banks: offsets in bytes from the receiver's symmetric memory.
 struct DispatchSpace {
     i64 bank_bytes, source_bytes;  // strides
-    i64 shown;    // of bank 0, source 0: a word, the number of tokens
+    i64 shown;    // of bank 0, source 0: 8 bytes, the number of tokens
     i64 counts;   // [MAX_CHUNKS] lines of count_words(num_local) words
     i64 pairs;    // a word for two pairs: 8 bytes a pair
     i64 places;   // 8 bytes a pair, written by the receiver itself
@@ -81,6 +78,8 @@ struct DispatchShared {
     int start[MAX_LOCAL + 1];          // where they begin
     int before[MAX_LOCAL];             // rows of it from earlier chunks
     u16 slots[MAX_CHUNK_PAIRS];        // of the chunk that is being placed
+    u16 earlier[MAX_CHUNK_PAIRS];      // pairs of the same expert in the warp's stretch of it
+    u16 seen[ROUTE_WARPS][MAX_LOCAL];  // all of the stretch
     float weights[MAX_CHUNK_PAIRS];
 };
 
@@ -110,19 +109,22 @@ __device__ __forceinline__ int own_tokens(const DispatchParams& p) {
 __device__ __forceinline__ int checked_home(const DispatchParams& p, const DispatchShared& s, i64 pair) {
     const i64 id = read_id(p, pair);
     if (id >= 0 && id < p.num_experts) return s.homes[id];
-    if (id != -1 && atomicCAS(&p.problems[1], 0, 1 + (int)(pair / p.num_topk)) == 0) {
-        p.problems[2] = pair % p.num_topk;
+    if (id != -1 && atomicCAS(&p.problems[1], 0, 1 + (int)pair / p.num_topk) == 0) {
+        p.problems[2] = (int)pair % p.num_topk;
         p.problems[3] = (int)max(min(id, (i64)0x7fffffff), -(i64)0x7fffffff);
     }
     return NOWHERE;
 }
 
-// Every word goes to every rank; those of several ranks are under way together, and nothing waits for them.
-__device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShared& s, u32 epoch, int chunk, int begin, int end) {
+// Every word goes to every rank: those of several ranks are under way together, and nothing waits for them.
+__device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShared& s, u32 epoch, int chunk, int begin,
+                                           int end) {
     const int thread = threadIdx.x, pairs = (end - begin) * p.num_topk;
     const i64 mine = p.rank * p.space.source_bytes, first = (i64)begin * p.num_topk;
+#pragma unroll 1
     for (int i = thread; i < p.num_ranks * p.num_local; i += ROUTERS) s.shown[i] = 0;
     sync_threads(1, ROUTERS);
+#pragma unroll 1
     for (int i = 2 * thread; i < pairs; i += 2 * ROUTERS) {
         u32 home[2] = {NOWHERE, NOWHERE};
         float weight[2] = {0.0f, 0.0f};
@@ -133,6 +135,7 @@ __device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShar
             home[j] = checked_home(p, s, first + i + j);
             if (home[j] != NOWHERE) atomicAdd(&s.shown[home[j] / MAX_LOCAL * p.num_local + home[j] % MAX_LOCAL], 1);
         }
+#pragma unroll 1
         for (int r = 0; r < p.num_ranks; ++r) {
             u32 slots = 0;
 #pragma unroll
@@ -143,6 +146,7 @@ __device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShar
     }
     sync_threads(1, ROUTERS);
     const int words = count_words(p.num_local);
+#pragma unroll 1
     for (int i = thread; i < p.num_ranks * words; i += ROUTERS) {
         const int r = i / words, word = i % words;
         u32 packed[WORD_COUNTS / 2] = {};
@@ -162,7 +166,7 @@ __device__ __forceinline__ void show_routing(const DispatchParams& p, DispatchSh
     while (s.chunk < chunks) {
         const int chunk = s.chunk, begin = chunk * size;
         if (chunk == 0 && thread < p.num_ranks)
-            store_word(s.peers[thread] + p.rank * p.space.source_bytes + p.space.shown, tokens, 0, 0, epoch);
+            store_number(s.peers[thread] + p.rank * p.space.source_bytes + p.space.shown, tokens, epoch);
         int next = 0;
         if (thread == 0) next = atomicAdd(&p.state->tickets[0].value, 1);
         show_chunk(p, s, epoch, chunk, min(begin, tokens), min(begin + size, tokens));
@@ -177,13 +181,14 @@ __device__ __forceinline__ void await_tokens(const DispatchParams& p, DispatchSh
     const int source = threadIdx.x;
     if (source < p.num_ranks) {
         const char* at = s.peers[p.rank] + source * p.space.source_bytes + p.space.shown;
-        Vector word;
-        wait_while(p.state, deadline, 1, [&] { return (word = load_word(at)).w == epoch ? -1 : source; });
-        s.tokens[source] = word.w == epoch ? (int)word.x : 0;
+        u64 number;
+        wait_while(p.state, deadline, 1, [&] { return is_of(number = load_number(at), epoch) ? -1 : source; });
+        s.tokens[source] = is_of(number, epoch) ? (int)(u32)number : 0;
     }
     __syncwarp();
     if (source == 0) {
         s.first[0] = 0;
+#pragma unroll 1
         for (int r = 0; r < p.num_ranks; ++r) s.first[r + 1] = s.first[r] + num_chunks(s.tokens[r]);
     }
     __syncwarp();
@@ -197,6 +202,7 @@ __device__ __forceinline__ void sum_counts(const DispatchParams& p, DispatchShar
     const char* from = s.peers[p.rank] + p.space.counts + word * 16;
     if (line >= lines) return;
     int total[WORD_COUNTS] = {}, before[WORD_COUNTS] = {};
+#pragma unroll 1
     for (int begin = line; begin < chunks; begin += lines * BATCH) {
         Vector v[BATCH];
         wait_while(p.state, deadline, 1, [&] {
@@ -205,6 +211,7 @@ __device__ __forceinline__ void sum_counts(const DispatchParams& p, DispatchShar
             for (int j = 0; j < BATCH; ++j) {
                 const int at = min(begin + j * lines, chunks - 1);
                 source[j] = 0;
+#pragma unroll 1
                 for (int r = 1; r < p.num_ranks; ++r) source[j] += at >= s.first[r];
                 v[j] = load_word(from + source[j] * p.space.source_bytes + (i64)(at - s.first[source[j]]) * words * 16);
             }
@@ -243,13 +250,16 @@ __device__ __forceinline__ int lay_out(const DispatchParams& p, DispatchShared& 
         return p.batched ? p.capacity / p.num_local : (rows + p.alignment - 1) / p.alignment * p.alignment;
     };
     int mine = 0, dropped = 0;
+#pragma unroll 1
     for (int e = begin; e < end; ++e) mine += room(s.count[e]);
     int sum = mine;
+#pragma unroll 1
     for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(~0u, sum, step);
         if (lane >= step) sum += other;
     }
     int start = sum - mine;
+#pragma unroll 1
     for (int e = begin; e < end; ++e) {
         const int rows = s.count[e], size = room(rows), kept = max(0, min(rows, p.batched ? size : p.capacity - start));
         s.start[e] = min(start, p.capacity);
@@ -262,33 +272,52 @@ __device__ __forceinline__ int lay_out(const DispatchParams& p, DispatchShared& 
 }
 
 // Rows that nobody fills have no pair: each item marks its share of them.
-__device__ __forceinline__ void mark_padding(const DispatchParams& p, const DispatchShared& s, int item, int items, int thread, int threads) {
+__device__ __forceinline__ void mark_padding(const DispatchParams& p, const DispatchShared& s, int item, int items) {
     auto mark = [&](int begin, int end) {
-        for (int row = begin + thread; row < end; row += threads) {
+#pragma unroll 1
+        for (int row = begin + threadIdx.x; row < end; row += ROUTERS) {
             p.row_pair[row] = -1;
             p.row_weight[row] = 0.0f;
         }
     };
+#pragma unroll 1
     for (int e = item; e < p.num_local; e += items) mark(s.start[e] + s.count[e], s.start[e + 1]);
     const int tail = s.start[p.num_local], share = (p.capacity - tail + items - 1) / items;
     const int begin = min(tail + item * share, p.capacity);
     mark(begin, min(begin + share, p.capacity));
 }
 
-// By one warp: the place of each pair of a chunk, by expert, then source, token and slot.
-__device__ __forceinline__ void place_pairs(const DispatchParams& p, DispatchShared& s, u32 epoch, u64* places, i64 first_pair, int pairs) {
-    const int lane = lane_id();
-    for (int begin = 0; begin < pairs; begin += 32) {
-        const int i = begin + lane, slot = i < pairs ? s.slots[i] : NOWHERE;
+// How many earlier pairs of the chunk go to the same expert: each warp counts in its own stretch of the chunk.
+__device__ __forceinline__ void count_earlier(DispatchShared& s, int stretch, int pairs) {
+    const int lane = lane_id(), warp = threadIdx.x / 32, end = min((warp + 1) * stretch, pairs);
+#pragma unroll 1
+    for (int begin = warp * stretch; begin < end; begin += 32) {
+        const int i = begin + lane, slot = i < end ? s.slots[i] : NOWHERE;
         const u32 same = __match_any_sync(~0u, slot);
         const int rank = __popc(same & ((1u << lane) - 1));
-        int row = slot == NOWHERE ? NOT_HERE : NO_ROOM;
-        if (slot != NOWHERE && s.before[slot] + rank < s.count[slot]) row = s.start[slot] + s.before[slot] + rank;
+        int earlier = 0;
+        if (slot != NOWHERE) earlier = s.seen[warp][slot];
         __syncwarp();
-        if (slot != NOWHERE && rank == 0) s.before[slot] += __popc(same);
+        if (slot != NOWHERE && rank == 0) s.seen[warp][slot] = earlier + __popc(same);
+        if (i < end) s.earlier[i] = earlier + rank;
         __syncwarp();
-        if (i >= pairs) continue;
-        store_number(places + i, row, epoch);
+    }
+}
+
+// The place of each pair of a chunk: by expert, then source, token and slot.
+__device__ __forceinline__ void place_pairs(const DispatchParams& p, DispatchShared& s, u32 epoch, char* places,
+                                            i64 first_pair, int stretch, int pairs) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < pairs; i += ROUTERS) {
+        const int slot = s.slots[i];
+        int row = NOT_HERE;
+        if (slot != NOWHERE) {
+            int earlier = s.before[slot] + s.earlier[i];
+#pragma unroll 1
+            for (int warp = 0; warp < i / stretch; ++warp) earlier += s.seen[warp][slot];
+            row = earlier < s.count[slot] ? s.start[slot] + earlier : NO_ROOM;
+        }
+        store_number(places + i * 8, row, epoch);
         p.pair_row[first_pair + i] = row;
         if (row < 0) continue;
         p.row_pair[row] = (int)first_pair + i;
@@ -296,9 +325,11 @@ __device__ __forceinline__ void place_pairs(const DispatchParams& p, DispatchSha
     }
 }
 
-__device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline, int item, int items) {
+__device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline, int item,
+                                           int items) {
     const int thread = threadIdx.x;
     int source = p.rank, chunk = item, pairs = 0, ahead = s.first[p.num_ranks];  // own chunks first: their rows are here
+#pragma unroll 1
     for (int i = 0; i < p.num_ranks; ++i) {
         const int chunks = s.first[source + 1] - s.first[source];
         if (chunk < chunks) break;
@@ -313,7 +344,14 @@ __device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShar
         pairs = min(size, s.tokens[source] - chunk * size) * p.num_topk;
         ahead = s.first[source] + chunk;
     }
-    for (int e = thread; e < p.num_local; e += ROUTERS) s.count[e] = s.before[e] = 0;
+    const int stretch = (pairs + ROUTERS - 1) / ROUTERS * 32;  // of each warp
+#pragma unroll 1
+    for (int e = thread; e < p.num_local; e += ROUTERS) {
+        s.count[e] = s.before[e] = 0;
+#pragma unroll 1
+        for (int warp = 0; warp < ROUTE_WARPS; ++warp) s.seen[warp][e] = 0;
+    }
+#pragma unroll 1
     for (int i = 2 * thread; i < pairs; i += 2 * ROUTERS) {
         const char* at = from + p.space.pairs + (begin + i) * 8;
         Vector word;
@@ -325,36 +363,30 @@ __device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShar
         s.weights[i + 1] = __uint_as_float(word.y);
     }
     sync_threads(1, ROUTERS);
-    MARK(4)
     sum_counts(p, s, epoch, deadline, ahead);
     sync_threads(1, ROUTERS);
-    MARK(5)
     if (thread < 32) {
         const int dropped = lay_out(p, s);
         if (item == 0 && thread == 0) p.problems[0] = dropped;
     }
+    count_earlier(s, stretch, pairs);
     sync_threads(1, ROUTERS);
-    MARK(6)
-    if (thread < 32) {
-        place_pairs(p, s, epoch, (u64*)(from + p.space.places) + begin, (i64)source * p.max_tokens * p.num_topk + begin, pairs);
-    MARK(7)
-    } else {
-        mark_padding(p, s, item, items, thread - 32, ROUTERS - 32);
-        if (item == 0) {
-            for (int e = thread - 32; e < p.num_local; e += ROUTERS - 32) p.expert_rows[e] = s.count[e];
-            for (int e = thread - 32; e <= p.num_local; e += ROUTERS - 32) p.expert_start[e] = s.start[e];
-            if (thread - 32 < p.num_ranks) p.tokens_of_rank[thread - 32] = s.tokens[thread - 32];
-        }
-    }
+    const i64 first_pair = (i64)source * p.max_tokens * p.num_topk + begin;
+    place_pairs(p, s, epoch, from + p.space.places + begin * 8, first_pair, stretch, pairs);
+    mark_padding(p, s, item, items);
+    if (item > 0) return;
+#pragma unroll 1
+    for (int e = thread; e < p.num_local; e += ROUTERS) p.expert_rows[e] = s.count[e];
+#pragma unroll 1
+    for (int e = thread; e <= p.num_local; e += ROUTERS) p.expert_start[e] = s.start[e];
+    if (thread < p.num_ranks) p.tokens_of_rank[thread] = s.tokens[thread];
 }
 
 __device__ __forceinline__ void route(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline) {
     const int thread = threadIdx.x;
     show_routing(p, s, epoch);
-    MARK(2)
     if (thread < 32) {
         await_tokens(p, s, epoch, deadline);
-    MARK(3)
         arrive_threads(2, 32 * (1 + FAN_WARPS));
     }
     sync_threads(1, ROUTERS);
@@ -371,7 +403,7 @@ __device__ __forceinline__ void route(const DispatchParams& p, DispatchShared& s
     if (thread == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
 }
 
-// ---- PUSH and FAN: each warp has a stage in shared memory for one piece of a row.
+// ---- PUSH and FAN. Each warp has a stage in shared memory for one piece of a row.
 
 struct Stage {
     char* data;
@@ -379,96 +411,109 @@ struct Stage {
     u32 phase;
 };
 
-// A row is read once, and written to the place that each lane has for it, null if none.
-__device__ __forceinline__ void copy_row(Stage& stage, const char* from, int row_bytes, char* to, bool local) {
+// Few units go to as many blocks as there are: a block's later warps draw only if there is work for all blocks' earlier.
+__device__ __forceinline__ u32 first_draw(Counter& counter, int warp, int units) {
+    return warp > 0 && warp * (int)gridDim.x >= units ? units : draw(counter);
+}
+
+// To the place that each lane has for the row, null if none. `there`: the stage holds it already.
+__device__ __forceinline__ void copy_row(Stage& stage, const char* from, int row_bytes, char* to, bool there) {
+#pragma unroll 1
     for (int begin = 0; begin < row_bytes; begin += PIECE) {
         const int bytes = min(PIECE, row_bytes - begin);
-        await_stores_read();  // of the piece before
-        __syncwarp();
-        if (lane_id() == 0) {
-            announce(stage.full, bytes);
-            bulk_load(stage.data, from + begin, bytes, stage.full);
+        if (!there) {
+            await_stores_read();  // of the piece before
+            __syncwarp();
+            if (lane_id() == 0) {
+                announce(stage.full, bytes);
+                bulk_load(stage.data, from + begin, bytes, stage.full);
+            }
+            await_bytes(stage.full, stage.phase);
+            stage.phase ^= 1;
         }
-        await_bytes(stage.full, stage.phase);
-        stage.phase ^= 1;
-    MARK((local ? 19 : 14))
-#ifdef HINT_OUT
-        if (to && local) bulk_store(to + begin, stage.data, bytes, evict_first());
-        else
-#endif
         if (to) bulk_store(to + begin, stage.data, bytes);
     }
 }
 
-__device__ __forceinline__ void push_rows(const DispatchParams& p, DispatchShared& s, Stage stage, u32 epoch, u32 drawn) {
+// The local row of lane k's slot of a token, negative if none.
+__device__ __forceinline__ int await_place(const DispatchParams& p, const DispatchShared& s, u32 epoch, u64 deadline,
+                                           int source, int token) {
+    const int lane = lane_id();
+    if (lane >= p.num_topk) return NOT_HERE;
+    const char* place = s.peers[p.rank] + source * p.space.source_bytes + p.space.places;
+    place += ((i64)token * p.num_topk + lane) * 8;
+    u64 number;
+    wait_while(p.state, deadline, 1, [&] { return is_of(number = load_number(place), epoch) ? -1 : source; });
+    return is_of(number, epoch) ? (int)(u32)number : NOT_HERE;
+}
+
+__device__ __forceinline__ void push_rows(const DispatchParams& p, DispatchShared& s, Stage stage, u32 epoch, u64 deadline) {
     const int lane = lane_id(), tokens = own_tokens(p);
+    u32 drawn = first_draw(p.state->tickets[1], threadIdx.x / 32 - ROUTE_WARPS, tokens);
+#pragma unroll 1
     for (int token = ticket(drawn); token < tokens; token = ticket(drawn)) {
         drawn = draw(p.state->tickets[1]);
-    MARK(10)
         const i64 id = lane < p.num_topk ? read_id(p, (i64)token * p.num_topk + lane) : -1;
         const int rank = id >= 0 && id < p.num_experts ? s.homes[id] / MAX_LOCAL : -1;
-    MARK(11)
         const u32 same = __match_any_sync(~0u, rank);
         const bool first = rank >= 0 && rank != p.rank && lane == __ffs(same) - 1;  // one row for each peer
-        if (!__any_sync(~0u, first)) continue;
-        char* to = first ? s.peers[rank] + p.rank * p.space.source_bytes : nullptr;
-#ifndef NO_PUSH_COPY
-        copy_row(stage, p.x + token * p.x_stride, p.row_bytes, first ? to + p.space.staging + (i64)token * p.row_bytes : nullptr, false);
-#endif
-        if (!first) continue;
-        await_stores();
-    MARK(12)
-        store_release((u32*)(to + p.space.arrived) + token, epoch);
-    MARK(13)
+        const bool sends = __any_sync(~0u, first);
+        const char* x = p.x + token * p.x_stride;
+        if (sends) {
+            char* to = first ? s.peers[rank] + p.rank * p.space.source_bytes : nullptr;
+            char* row = first ? to + p.space.staging + (i64)token * p.row_bytes : nullptr;
+            copy_row(stage, x, p.row_bytes, row, false);
+            if (first) {
+                await_stores();
+                store_release((u32*)(to + p.space.arrived) + token, epoch);
+            }
+        }
+        if (!__any_sync(~0u, rank == p.rank)) continue;
+        const int row = await_place(p, s, epoch, deadline, p.rank, token);
+        if (!__any_sync(~0u, row >= 0)) continue;
+        char* to = row >= 0 ? p.rows + (i64)row * p.row_bytes : nullptr;
+        copy_row(stage, x, p.row_bytes, to, sends && p.row_bytes <= PIECE);
     }
     if (lane == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
 }
 
-__device__ __forceinline__ void fan_out(const DispatchParams& p, DispatchShared& s, Stage stage, u32 epoch, u64 deadline, u32 drawn) {
+__device__ __forceinline__ void fan_out(const DispatchParams& p, DispatchShared& s, Stage stage, u32 epoch, u64 deadline) {
     const int lane = lane_id(), others = p.num_ranks - 1;
     sync_threads(2, 32 * (1 + FAN_WARPS));  // s.tokens
-    const int own = s.tokens[p.rank];
-    MARK(15)
     int most = 0;
+#pragma unroll 1
     for (int r = 0; r < p.num_ranks; ++r)
         if (r != p.rank) most = max(most, s.tokens[r]);
-    const int units = own + most * others;
+    const int units = most * others;
+    u32 drawn = first_draw(p.state->tickets[3], threadIdx.x / 32 - ROUTE_WARPS - PUSH_WARPS, units);
+#pragma unroll 1
     for (int unit = ticket(drawn); unit < units; unit = ticket(drawn)) {
         drawn = draw(p.state->tickets[3]);
-        int source = p.rank, token = unit;  // own rows are here; those of others come side by side
-        if (unit >= own) {
-            token = (unit - own) / others;
-            source = (p.rank + 1 + (unit - own) % others) % p.num_ranks;
-        }
+        const int token = unit / others;  // rows of several sources come side by side
+        const int source = (p.rank + 1 + unit % others) % p.num_ranks;
         if (token >= s.tokens[source]) continue;
+        const int row = await_place(p, s, epoch, deadline, source, token);
+        if (!__any_sync(~0u, row >= 0)) continue;
         const char* from = s.peers[p.rank] + source * p.space.source_bytes;
-        int row = -1;
-        if (lane < p.num_topk) {
-            const u64* place = (const u64*)(from + p.space.places) + (i64)token * p.num_topk + lane;
-            u64 value;
-            wait_while(p.state, deadline, 1, [&] { return (value = load_number(place)) >> 32 == epoch ? -1 : source; });
-            if (value >> 32 == epoch) row = (int)(u32)value;
+        const u32* flag = (const u32*)(from + p.space.arrived) + token;
+        if (lane == 0) {
+            wait_while(p.state, deadline, 2, [&] { return load_acquire(flag) == epoch ? -1 : source; });
+            fence_before_load();
         }
         __syncwarp();
-    MARK(16)
-        if (!__any_sync(~0u, row >= 0)) continue;
-        const char* data = p.x + token * p.x_stride;
-        if (source != p.rank) {
-            data = from + p.space.staging + (i64)token * p.row_bytes;
-            const u32* flag = (const u32*)(from + p.space.arrived) + token;
-            if (lane == 0) {
-                wait_while(p.state, deadline, 2, [&] { return load_acquire(flag) == epoch ? -1 : source; });
-                fence_before_load();
-            }
-    MARK(17)
-            __syncwarp();
-        }
-#ifndef NO_FAN_COPY
-        copy_row(stage, data, p.row_bytes, row >= 0 ? p.rows + (i64)row * p.row_bytes : nullptr, true);
-    MARK(18)
-#endif
+        char* to = row >= 0 ? p.rows + (i64)row * p.row_bytes : nullptr;
+        copy_row(stage, from + p.space.staging + (i64)token * p.row_bytes, p.row_bytes, to, false);
     }
     if (lane == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
+}
+
+// Asks for what the launch will read first before it is known which block will read it.
+__device__ __forceinline__ void prefetch(const DispatchParams& p) {
+    if (threadIdx.x < DISPATCH_THREADS - 32) return;
+    const i64 pairs = (i64)p.num_tokens * p.num_topk, line = ((i64)blockIdx.x * 32 + lane_id()) * 128;
+    if (line < pairs * (p.ids_are_64 ? 8 : 4)) prefetch_line((const char*)p.topk_idx + line);
+    if (line < pairs * 4) prefetch_line((const char*)p.topk_weights + line);
+    if (lane_id() == 0 && blockIdx.x < p.num_tokens) prefetch_bytes(p.x + blockIdx.x * p.x_stride, p.row_bytes);
 }
 
 __device__ __forceinline__ void run_dispatch(const DispatchParams& p) {
@@ -477,36 +522,37 @@ __device__ __forceinline__ void run_dispatch(const DispatchParams& p) {
     const int thread = threadIdx.x, warp = thread / 32;
     const u32 epoch = *(volatile u32*)&p.state->epoch + 1;
     const u64 deadline = nanoseconds() + p.timeout_ns;
-    MARK(0)
-    u32 drawn = 0;
     Stage stage{};
     if (warp < ROUTE_WARPS) {
         if (thread == 0) s.chunk = atomicAdd(&p.state->tickets[0].value, 1);
         if (thread == 32) s.item = atomicAdd(&p.state->tickets[2].value, 1);
     } else {
-        drawn = draw(p.state->tickets[warp < ROUTE_WARPS + PUSH_WARPS ? 1 : 3]);
         stage = {s.stages[warp - ROUTE_WARPS], &s.full[warp - ROUTE_WARPS], 0};
         if (lane_id() == 0) init_barrier(stage.full);
     }
+    prefetch(p);
     if (thread == 0) s.left = 0;
     if (thread < p.num_ranks) s.peers[thread] = p.peers[thread] + (epoch & 1) * p.space.bank_bytes;
-    for (int e = thread; e < p.num_experts; e += DISPATCH_THREADS) s.homes[e] = p.expert_rank[e] * MAX_LOCAL + p.expert_slot[e];
+#pragma unroll 1
+    for (int e = thread; e < p.num_experts; e += DISPATCH_THREADS)
+        s.homes[e] = p.expert_rank[e] * MAX_LOCAL + p.expert_slot[e];
     __syncthreads();
-    MARK(1)
     if (warp < ROUTE_WARPS)
         route(p, s, epoch, deadline);
     else if (warp < ROUTE_WARPS + PUSH_WARPS)
-        push_rows(p, s, stage, epoch, drawn);
+        push_rows(p, s, stage, epoch, deadline);
     else
-        fan_out(p, s, stage, epoch, deadline, drawn);
-    MARK(20)
+        fan_out(p, s, stage, epoch, deadline);
     await_stores_read();  // shared memory lasts as long as the block
-    MARK(21)
 }
 
-__global__ void __launch_bounds__(DISPATCH_THREADS, 1) dispatch(const __grid_constant__ DispatchParams p) { run_dispatch(p); }
+__global__ void __launch_bounds__(DISPATCH_THREADS, 1) dispatch(const __grid_constant__ DispatchParams p) {
+    run_dispatch(p);
+}
 
 // Several ranks on one GPU, for tests.
-__global__ void __launch_bounds__(DISPATCH_THREADS, 1) dispatch_virtual(const DispatchParams* p) { run_dispatch(p[blockIdx.y]); }
+__global__ void __launch_bounds__(DISPATCH_THREADS, 1) dispatch_virtual(const DispatchParams* p) {
+    run_dispatch(p[blockIdx.y]);
+}
 
 }  // namespace moeloom

@@ -1,12 +1,6 @@
 // How ranks announce and wait: words with one writer each, epochs instead of resets, and a deadline on every wait.
 #pragma once
 
-#ifdef TRACE
-#define MARK(i) if (lane_id() == 0) trace_buf[blockIdx.x * 32 + i] = nanoseconds();
-#else
-#define MARK(i)
-#endif
-
 namespace moeloom {
 
 using u16 = unsigned short;
@@ -55,7 +49,8 @@ __device__ __forceinline__ void store_release(u32* word, u32 value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Words that bring their epoch with them need no fence and no second trip: 16 bytes are written and read as one.
+// Words that bring their epoch with them need no fence and no second trip: 16 bytes are written and read as one. Who
+// loads one must use all of it: else ptxas reads the parts that are used one by one, the first perhaps too early.
 __device__ __forceinline__ void store_word(void* to, u32 a, u32 b, u32 c, u32 epoch) {
     asm volatile(
         "{ .reg .b64 lo, hi; .reg .b128 word;\n mov.b64 lo, {%1, %2};\n mov.b64 hi, {%3, %4};\n mov.b128 word, {lo, hi};\n"
@@ -74,23 +69,26 @@ __device__ __forceinline__ Vector load_word(const void* from) {
     return v;
 }
 
-// The same between blocks of one GPU, for one number.
-__device__ __forceinline__ void store_number(u64* to, int number, u32 epoch) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"((u64)epoch << 32 | (u32)number) : "memory");
+// The same for one number.
+__device__ __forceinline__ void store_number(void* to, int number, u32 epoch) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(to), "l"((u64)epoch << 32 | (u32)number) : "memory");
 }
 
-__device__ __forceinline__ u64 load_number(const u64* from) {
+__device__ __forceinline__ u64 load_number(const void* from) {
     u64 value;
-    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
     return value;
 }
 
+__device__ __forceinline__ bool is_of(u64 number, u32 epoch) { return number >> 32 == epoch; }
+
+// Not bar.sync: lanes that have waited for different things may come apart, and that counts such a warp more than once.
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Waits while missing() names a rank, or until the deadline; from then on every wait of this launch counts as satisfied.
@@ -123,6 +121,12 @@ __device__ __forceinline__ void leave(State* state, u32* left, u32 groups, u32 e
     state->finished.value = 0;
     for (int i = 0; i < 4; ++i) state->tickets[i].value = 0;
     state->epoch = epoch;
+}
+
+__device__ __forceinline__ void store_row(Vector* p, Vector v) {
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
 }
 
 }  // namespace moeloom

@@ -14,9 +14,10 @@ KEPT = 32  # latest measurements that wait to be agreed on
 
 
 def bucket(problem: Problem) -> Problem:
-    """Problems that share corrections: tokens rounded up to a power of two."""
+    """Problems that share corrections: tokens rounded up to a power of two, whatever the phase."""
     tokens = problem.tokens
-    return replace(problem, num_tokens=1 << (tokens - 1).bit_length() if tokens else 0)
+    num_tokens = 1 << (tokens - 1).bit_length() if tokens else 0
+    return replace(problem, num_tokens=num_tokens, phase="prefill", intermediate=None)
 
 
 class Feedback:

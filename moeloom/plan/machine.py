@@ -26,7 +26,7 @@ WHOLE = ("ranks_per_domain", "num_sms")
 class Machine:
     """One rank's device and its links. Rates are peaks (vendor) or what was measured; `sources` says which.
 
-    flops: FLOP/s, dense, by recipe name ("fp32", "bf16", "fp8"); a recipe that is missing cannot be computed.
+    flops: FLOP/s, dense, by recipe name ("fp32", "bf16", "fp8"); a missing one is not known.
     memory_bytes: capacity. memory_bandwidth: B/s, reads and writes together.
     scale_up_bandwidth, scale_out_bandwidth: B/s per rank and direction, inside a scale-up domain and between domains
     (the rank's share of the NICs). scale_up_latency: seconds of one signal, one way. scale_out_latency: of one message.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from moeloom.plan.cost import StageTime
 from moeloom.plan.efficiency import RESOURCES
 from moeloom.schedule.chunk_graph import Stage, layer_graph
+from moeloom.schedule.simulate import best_order
 from moeloom.schedule.tasks import TaskGraph
 from moeloom.types import ExchangeName
 
@@ -48,7 +49,7 @@ class Candidate:
     @property
     def graph(self) -> TaskGraph:
         """The tasks of the layer, with predicted times."""
-        return layer_graph(self.tasks, self.chunks)
+        return best_order(layer_graph(self.tasks, self.chunks))
 
     def on(self, resource: str) -> float:
         """Seconds of all stages on one resource, or of "latency"."""

@@ -14,8 +14,8 @@ from moeloom.plan.machine import Machine
 from moeloom.plan.plan import EXCHANGES, PIPELINES, Candidate, PipelineName
 from moeloom.plan.problem import Domains, Problem
 from moeloom.plan.work import Work, layer_memory, layer_work
-from moeloom.schedule.chunk_graph import IN_FLIGHT, Stage, layer_graph
-from moeloom.schedule.simulate import simulate
+from moeloom.schedule.chunk_graph import Stage, in_flight, layer_graph
+from moeloom.schedule.simulate import best_order, simulate
 from moeloom.types import ExchangeName
 
 CHUNKS = (1, 2, 4, 8)
@@ -79,7 +79,7 @@ def estimate(
     shared = [sum(getattr(time, name) for time in times) for name in RESOURCES]
     if efficiency.moving_computes and chunks > 1:  # a core that moves rows does not multiply meanwhile
         shared.append(sum(_core_seconds(time, efficiency) for time in times))
-    seconds = max(simulate(layer_graph(tasks, chunks)).seconds, chunks * max(shared))
+    seconds = max(simulate(best_order(layer_graph(tasks, chunks))).seconds, chunks * max(shared))
     unknown = unknown_rates(machine, problem.recipe.name, setting.domains.num_nodes, setting.domains.num_ranks)
     return Candidate(
         pipeline,
@@ -91,7 +91,7 @@ def estimate(
         scale_up_bytes=chunks * sum(work.scale_up_bytes for work in works),
         scale_out_bytes=chunks * sum(work.scale_out_bytes for work in works),
         memory_bytes=layer_memory(
-            problem, _scaled(flow, chunks), setting.domains.num_ranks, min(1.0, IN_FLIGHT / chunks)
+            problem, _scaled(flow, chunks), setting.domains.num_ranks, min(1.0, in_flight(tasks) / chunks)
         ),
         num_comm_sms=comm_sms(problem, setting, exchange),
         note=f"assumed: {', '.join(unknown)}" if unknown else "",

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from moeloom.schedule.simulate import list_schedule
 from moeloom.schedule.tasks import Task, TaskGraph
 
-IN_FLIGHT = 2  # chunks that hold buffers at once: one on the links, one in the experts
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -20,19 +18,26 @@ class Stage:
     seconds: float
 
 
+def in_flight(stages: Sequence[Stage]) -> int:
+    """Chunks that hold buffers at once: one for each resource, so that none waits for another chunk's return."""
+    return len({stage.resource for stage in stages})
+
+
 def layer_graph(stages: Sequence[Stage], chunks: int = 1, beside: Sequence[Stage] = ()) -> TaskGraph:
     """`chunks` equal chunks through the same stages, software-pipelined.
 
     stages: of one chunk, in order, for example dispatch, experts, combine. beside: work of the whole layer that waits
     for nothing of it, for example shared experts; done last on its resource, which fills the wait for the last combine.
     The order does not depend on the times: dispatch 0, dispatch 1, combine 0, dispatch 2, combine 1, ...: a chunk sets
-    out before the one that is two ahead comes back, and takes over that one's buffers.
+    out before the one that is `in_flight` ahead comes back, and takes over that one's buffers. With two resources no
+    order is better; with more, `best_order` may know one.
     """
     if chunks < 1:
         raise ValueError(f"chunks is {chunks}; allowed: 1 and more")
     # every stage in the half after the first use of the compute resource belongs to the way back
     turn = next((place for place, stage in enumerate(stages) if stage.resource == "compute"), len(stages))
     out, back = stages[: turn + 1], stages[turn + 1 :]
+    ahead = in_flight(stages)
     tasks: list[Task] = []
     ends: dict[int, tuple[int, ...]] = {}
 
@@ -41,12 +46,12 @@ def layer_graph(stages: Sequence[Stage], chunks: int = 1, beside: Sequence[Stage
             tasks.append(Task(stage.kind, stage.resource, stage.seconds, chunk, ends.get(chunk, ())))
             ends[chunk] = (len(tasks) - 1,)
 
-    for step in range(chunks + IN_FLIGHT - 1):
+    for step in range(chunks + ahead - 1):
         if step < chunks:
-            ends[step] = ends.get(step - IN_FLIGHT, ())
+            ends[step] = ends.get(step - ahead, ())
             add(step, out)
-        if step >= IN_FLIGHT - 1:
-            add(step - IN_FLIGHT + 1, back)
+        if step >= ahead - 1:
+            add(step - ahead + 1, back)
     tasks += [Task(stage.kind, stage.resource, stage.seconds) for stage in beside]
     return TaskGraph(tuple(tasks))
 

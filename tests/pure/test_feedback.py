@@ -46,8 +46,9 @@ def test_a_rank_reports_the_median_of_its_latest() -> None:
     for _ in range(KEPT):
         feedback.record(ASKED, ONE, 9.0)
     assert feedback.report(ASKED)[ONE] == 9.0
-    for other in (replace(ASKED, num_tokens=65), replace(ASKED, recipe=FP32), replace(ASKED, phase="train")):
+    for other in (replace(ASKED, num_tokens=65), replace(ASKED, recipe=FP32), replace(ASKED, num_topk=3)):
         assert feedback.report(other) == {}
+    assert feedback.report(replace(ASKED, phase="train", intermediate=7)) == feedback.report(ASKED)
 
 
 def test_the_slowest_rank_counts() -> None:
@@ -68,7 +69,7 @@ def test_corrections_are_per_size() -> None:
     feedback = Feedback()
     feedback.update(ASKED, {ONE: 1.0}, [{ONE: 2.0}])
     assert feedback.corrections(replace(ASKED, num_tokens=33)) == {ONE: 2.0}
-    for other in (replace(ASKED, num_tokens=65), replace(ASKED, num_topk=4), replace(ASKED, phase="decode")):
+    for other in (replace(ASKED, num_tokens=65), replace(ASKED, num_topk=4), replace(ASKED, hidden=512)):
         assert feedback.corrections(other) == {}
 
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeloom.schedule.chunk_graph import IN_FLIGHT, Stage, layer_graph, two_batch_graph
+from moeloom.schedule.chunk_graph import Stage, in_flight, layer_graph, two_batch_graph
 from moeloom.schedule.execute import execute
-from moeloom.schedule.simulate import list_schedule, simulate
+from moeloom.schedule.simulate import best_order, list_schedule, simulate
 from moeloom.schedule.tasks import Task, TaskGraph
 from moeloom.schedule.timeline import Span, Timeline
 from moeloom.schedule.trace import Event, events, to_perfetto
@@ -182,7 +182,7 @@ def test_order_of_a_layer_does_not_depend_on_times(seconds: tuple[float, ...]) -
     ]  # fmt: skip
     assert names(graph, "compute") == [f"experts {chunk}" for chunk in range(4)]
     assert names(layer_graph(stages(FIVE, *seconds, 1.0, 2.0), 3), "scale_out") == [
-        "exchange 0", "exchange 1", "exchange back 0", "exchange 2", "exchange back 1", "exchange back 2",
+        "exchange 0", "exchange 1", "exchange 2", "exchange back 0", "exchange back 1", "exchange back 2",
     ]  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_no_chunks() -> None:
     times=st.lists(whole_seconds, min_size=5, max_size=5),
     chunks=st.integers(1, 9),
 )
-def test_any_layer_keeps_at_most_two_chunks_in_flight(kinds: tuple, times: list[float], chunks: int) -> None:
+def test_any_layer_keeps_a_chunk_for_each_resource_in_flight(kinds: tuple, times: list[float], chunks: int) -> None:
     graph = layer_graph(stages(kinds, *times[: len(kinds)]), chunks)
     assert sorted((t.kind, t.chunk) for t in graph.tasks) == sorted((k, c) for k, _ in kinds for c in range(chunks))
     timeline = simulate(graph)
@@ -206,7 +206,7 @@ def test_any_layer_keeps_at_most_two_chunks_in_flight(kinds: tuple, times: list[
     held = [(min(s.begin for s in spans), max(s.end for s in spans)) for spans in of_chunk]
     for spans in of_chunk:  # a chunk goes through its stages one after the other
         assert all(first.end <= second.begin for first, second in pairwise(spans))
-    for (_, end), (begin, _) in zip(held, held[IN_FLIGHT:], strict=False):
+    for (_, end), (begin, _) in zip(held, held[in_flight(stages(kinds, *times[: len(kinds)])) :], strict=False):
         assert end <= begin
 
 
@@ -235,10 +235,9 @@ def test_time_of_five_stages(times: list[float], chunks: int) -> None:
     compute_bound = simulate(layer_graph(stages(FIVE, out, there, experts, back, home), chunks))
     assert compute_bound.seconds == chunks * experts + others
     slow = there + 1.0 + back  # between nodes, each way: as long as everything inside the node
-    wire_bound = simulate(layer_graph(stages(FIVE, slow, there, 1.0, back, slow), chunks))
+    wire_bound = simulate(best_order(layer_graph(stages(FIVE, slow, there, 1.0, back, slow), chunks)))
     assert wire_bound.busy("scale_out") == 2 * chunks * slow
-    # combine k follows dispatch k + 1 within the node, so a way back waits for both each time
-    assert wire_bound.seconds == 2 * chunks * slow + (chunks - 1) * (there + back)
+    assert wire_bound.seconds <= 2 * chunks * slow + there + back  # however many chunks, the wire waits once at most
 
 
 def test_shared_experts_fill_the_wait_for_the_last_combine() -> None:
