@@ -133,7 +133,7 @@ def measure(ranks: int, times: int = 9, around: Around = nullcontext) -> Iterato
         stages: dict[Point, dict[str, float]] = {}
         for point in points(ranks):
             yield f"{point.pipeline}, {point.exchange}, {point.nodes} node(s), {point.tokens} tokens"
-            results = pool.run(time_layer, point, times, around)
+            results = pool.run(time_layer, point, times * (1 + 2 * (point.tokens == FEW)), around)
             stages[point] = {stage: max(result[stage] for result in results) for stage in STAGES}
     flops = {name: min(result["flops"][name] for result in local) for name in local[0]["flops"]}
     bandwidth = min(result["bandwidth"] for result in local)
