@@ -290,7 +290,6 @@ def _one_row_each(width: int) -> tuple[float, int]:
     return seconds, experts.gate_up.nbytes + experts.down.nbytes
 
 
-
 def time_rounds(nodes: int, around: Around = nullcontext) -> float:
     """On a rank: seconds of one round in which all ranks show each other a record."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
