@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeloom.schedule.tile_order import CommOrder, CommTask, Tile, TileOrder, Traffic, lag_for, passes, tile_rows
+from moeloom.schedule.comm_order import CommOrder, CommTask, Traffic
+from moeloom.schedule.tile_order import Tile, TileOrder, lag_for, passes, tile_rows
 
 COUNTS = (0, 1, 15, 16, 17, 64, 65)
 FAMILY = [counts for experts in range(4) for counts in itertools.product(COUNTS, repeat=experts)]
