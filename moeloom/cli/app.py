@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Generator
-from contextlib import closing
+from collections.abc import Generator, Iterator
+from contextlib import closing, contextmanager
 from typing import Annotated
 
 import torch.distributed as dist
@@ -153,14 +153,8 @@ def plan(
     except ValueError as error:
         _report_error(error, debug)
         raise typer.Exit(USAGE) from None
-    try:
+    with _one_line_errors(debug):
         found = show_plans(Console(highlight=False), query, output)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except Exception as error:  # whatever it is, a user gets one line and an exit code
-        _report_error(error, debug)
-        raise typer.Exit(FAILED) from None
     raise typer.Exit(0 if found else FAILED)
 
 
@@ -175,17 +169,11 @@ def measure(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Measure what this machine gives to ranks, for plans. Takes about 10 seconds; run it while nothing else runs."""
-    try:
+    with _one_line_errors(debug):
         found = run_measure(Console(stderr=True, highlight=False), ranks or min(4, machine_cache.cores()), times)
         typer.echo(json.dumps(found.to_json(), indent=1) if as_json_text else table_of(found))
         if keep:
             typer.echo(f"kept in {machine_cache.store(found)}", err=True)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except Exception as error:  # whatever it is, a user gets one line and an exit code
-        _report_error(error, debug)
-        raise typer.Exit(FAILED) from None
 
 
 @app.command()
@@ -264,6 +252,19 @@ def _events(settings: Settings) -> Generator[Step | Report, None, None]:
     yield from run_rank(settings)
     dist.barrier()  # nobody leaves while another still reads what it sent
     dist.destroy_process_group()
+
+
+@contextmanager
+def _one_line_errors(debug: bool) -> Iterator[None]:
+    """Whatever goes wrong inside, a user gets one line and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        _report_error(error, debug)
+        raise typer.Exit(FAILED) from None
 
 
 def _report_error(error: Exception, debug: bool) -> None:

@@ -196,18 +196,18 @@ def _move(probes: Probes, machine: Machine, ranks: int, pipeline: PipelineName, 
     small, few = _timed(probes, ranks, Point(pipeline, "direct", 1, FEW), stage)
     large, many = _timed(probes, ranks, Point(pipeline, "direct", 1, _many(pipeline)), stage)
     moving = large - small - (many.scale_up_bytes - few.scale_up_bytes) / bandwidth
-    rates = Rates(
-        memory=_share((many.memory_bytes - few.memory_bytes) / bandwidth, moving),
-        fixed_seconds=max(LEAST, small - machine.scale_up_latency),
-    )
+    memory = _share((many.memory_bytes - few.memory_bytes) / bandwidth, moving)
+    fixed = small - machine.scale_up_latency - few.memory_bytes / (bandwidth * memory) - few.scale_up_bytes / bandwidth
+    rates = Rates(memory=memory, fixed_seconds=max(LEAST, fixed))
     if ranks == 1:
         return rates, bandwidth
-    apart, _ = _timed(probes, ranks, Point(pipeline, "direct", 2, FEW), stage)
+    apart, alone = _timed(probes, ranks, Point(pipeline, "direct", 2, FEW), stage)
     larger, sent = _timed(probes, ranks, Point(pipeline, "direct", 2, _many(pipeline)), stage)
-    inside = sent.memory_bytes / (bandwidth * rates.memory) + sent.scale_up_bytes / bandwidth
-    wire = max(larger - apart - inside, 0.1 * larger)  # a noisy difference must not make it endlessly fast
+    inside = (sent.memory_bytes - alone.memory_bytes) / (bandwidth * memory)
+    inside += (sent.scale_up_bytes - alone.scale_up_bytes) / bandwidth
+    wire = max(larger - apart - inside, 0.03 * larger)  # a noisy difference must not make it endlessly fast
     rounds = max(0.0, apart - small) / machine.scale_out_latency
-    return replace(rates, rounds=rounds), sent.scale_out_bytes / wire
+    return replace(rates, rounds=rounds), (sent.scale_out_bytes - alone.scale_out_bytes) / wire
 
 
 def _timed(probes: Probes, ranks: int, point: Point, stage: str) -> tuple[float, Work]:
