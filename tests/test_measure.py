@@ -71,10 +71,10 @@ def test_numbers_explain_the_probes() -> None:
         for stage in STAGES:
             got, wanted = found.efficiencies[pipeline].rates(stage), efficiency.rates(stage)
             for name in ("compute",) if stage == "experts" else ("memory", "scale_out", "fixed_seconds", "rounds"):
-                assert getattr(got, name) == pytest.approx(getattr(wanted, name), rel=0.02), (pipeline, stage, name)
+                assert getattr(got, name) == pytest.approx(getattr(wanted, name), rel=0.05), (pipeline, stage, name)
     for point, times in times_of(found).items():
         if point.exchange == "direct":
-            assert times == pytest.approx(probes.stages[point], rel=0.02), point
+            assert times == pytest.approx(probes.stages[point], rel=0.05), point
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])

@@ -201,8 +201,9 @@ __device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s,
         }
         const Unit u = take(p, s, p.rank, token, part);
         const int rank = id >= 0 && id < p.num_experts ? p.expert_rank[id] : -1;  // lane k: who serves slot k
-        u32 ranks = __reduce_or_sync(~0u, rank >= 0 ? 1u << rank : 0);
-        if (u.rows == 0) ranks &= ~(1u << p.rank);  // dropped for want of room
+        const u32 asked = __reduce_or_sync(~0u, rank >= 0 ? 1u << rank : 0);
+        u32 ranks = asked;  // without those that had no room for any row: they bring a row of zeros
+        if (u.rows == 0) ranks &= ~(1u << p.rank);
         const u32 others = ranks & ~(1u << p.rank);
         const bool sender = others >> lane & 1;
         const int most_vectors = piece_of(u.rows + __popc(others));
@@ -221,7 +222,7 @@ __device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s,
                     });
                     fence_before_load();
                 }
-                ranks &= ~__ballot_sync(~0u, value == epoch << 1);  // without those that had no room for any
+                ranks &= ~__ballot_sync(~0u, value == epoch << 1);
             }
             const u32 senders = ranks & ~(1u << p.rank);
             if (senders >> lane & 1) {
@@ -242,6 +243,11 @@ __device__ __forceinline__ void sum_up(const CombineParams& p, CombineShared& s,
                     const int from = __ffs(left) - 1;
                     only = from == p.rank ? sum_rows(u, size, v) : u.stage[place++ * size + v];
                     add(sum, widen(only), terms == 0);
+                }
+                if (terms > 0 && ranks != asked) {  // wherever the zeros stand in the sum, they change -0 only
+#pragma unroll
+                    for (int k = 0; k < 8; ++k) sum.v[k] = __fadd_rn(sum.v[k], 0.0f);
+                    ++terms;
                 }
                 ((Vector*)y)[begin + v] = terms > 1 ? round_bf16(sum) : only;
             }

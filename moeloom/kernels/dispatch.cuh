@@ -24,6 +24,7 @@ constexpr int MAX_EXPERTS = MAX_RANKS * MAX_LOCAL;
 constexpr int WORD_COUNTS = 6;         // counts of 16 bits in a word of 16 bytes, beside its epoch
 constexpr int PIECE = 7424;            // bytes of a row that a warp copies at a time: one FP8 row of 7168 with its scales
 constexpr int NOWHERE = 0xffff;
+constexpr u64 ROUTE_AHEAD_NS = 100'000'000;
 
 constexpr int ROUTE_WARPS = 8, PUSH_WARPS = 6, FAN_WARPS = 6, COPY_WARPS = PUSH_WARPS + FAN_WARPS;
 constexpr int DISPATCH_THREADS = 32 * (ROUTE_WARPS + COPY_WARPS);
@@ -443,7 +444,8 @@ __device__ __forceinline__ int await_place(const DispatchParams& p, const Dispat
     const char* place = s.peers[p.rank] + source * p.space.source_bytes + p.space.places;
     place += ((i64)token * p.num_topk + lane) * 8;
     u64 number;
-    wait_while(p.state, deadline, 1, [&] { return is_of(number = load_number(place), epoch) ? -1 : source; });
+    const u64 late = deadline + ROUTE_AHEAD_NS;  // ROUTE knows which peer is missing, and says so first
+    wait_while(p.state, late, 1, [&] { return is_of(number = load_number(place), epoch) ? -1 : source; });
     return is_of(number, epoch) ? (int)(u32)number : NOT_HERE;
 }
 
