@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from moeloom.plan.choices import Choices
 from moeloom.plan.problem import Domains, Problem
@@ -76,52 +79,64 @@ def expected_padded(mean: float, tile: int) -> float:
 def expected_flow(problem: Problem, domains: Domains, exchange: ExchangeName, choices: Choices) -> Flow:
     """Expected rows, each token's counted once per rank (within a node) and once per node or rank (between nodes).
 
-    With r_i, n_a the chances that a token reaches rank i and node a, T tokens on each of R ranks and m ranks a node:
-    pairs = T R sum of the chances of the rank's experts; tokens = T R r_i.
-    scale-out, sending from node a: direct T sum r over other nodes' ranks, hybrid T sum n over other nodes;
-    receiving: direct T (R - m) r_i, hybrid T (N - 1) n_a (a forwarder has one source on each other node).
-    scale-up: T (m - 1) r_i for its own node's tokens, and in hybrid the T (R - m) r_i of other nodes, of which the
-    share that does not arrive at its own forwarder, 1 - 1/m, is handed on within the node.
-    Where nodes differ in size, m is that of the busiest rank's node; ranks of a smaller one may send and receive more.
+    With r_i the chance that a token reaches rank i and T tokens on each of R ranks: pairs = T R sum of the chances of
+    the rank's experts; tokens = T R r_i, of the rank with most pairs. The links are those of the node that has most on
+    them: see `_links`.
     """
     tokens, ranks = problem.tokens, domains.num_ranks
-    ends = domains.expert_bounds(problem.num_experts)
-    node_ends = domains.rank_bounds
+    ends, node_ends = domains.expert_bounds(problem.num_experts), domains.rank_bounds
     shape = (problem.num_experts, problem.num_topk)
     chances = choices.chances(*shape)
     to_rank = choices.reached(ends, *shape)
     to_node = choices.reached([ends[rank - 1] for rank in node_ends], *shape)
     begins = [0, *ends]
     loads = [math.fsum(chances[begin:end]) for begin, end in zip(begins, ends, strict=False)]
+    node_loads = [math.fsum(loads[begin:end]) for begin, end in zip([0, *node_ends], node_ends, strict=False)]
+    rows, pairs = _links(to_rank, to_node, node_ends, exchange), _links(loads, node_loads, node_ends, exchange)
     busiest = max(range(ranks), key=lambda rank: (loads[rank], -rank))
-    node = next(number for number, end in enumerate(node_ends) if busiest < end)
-    per_node = node_ends[node] - (node_ends[node - 1] if node else 0)
-    nodes, other_ranks = domains.num_nodes, ranks - per_node
-
-    own_node = math.fsum(to_rank[node_ends[node] - per_node : node_ends[node]])
-    remote_ranks, remote_nodes = math.fsum(to_rank) - own_node, math.fsum(to_node) - to_node[node]
-    here = to_rank[busiest]
-    if exchange == "direct":
-        out, into, handed_on = remote_ranks, other_ranks * here, 0.0
-        peers = float(other_ranks)
-    else:
-        out, into = remote_nodes, (nodes - 1) * to_node[node]
-        handed_on = other_ranks * here * (1 - 1 / per_node)
-        peers = float(nodes - 1)
-    local_out, local_in = own_node - here, (per_node - 1) * here
-    total, own = math.fsum(loads), math.fsum(loads[node_ends[node] - per_node : node_ends[node]])
-    load = loads[busiest]
-    pairs_in, pairs_handed_on = other_ranks * load, 0.0
-    if exchange == "hybrid":
-        pairs_in, pairs_handed_on = (nodes - 1) * own, pairs_in * (1 - 1 / per_node)
+    largest = node_ends[0]  # the first nodes are not smaller than the others
     return Flow(
-        pairs=tokens * ranks * load,
-        tokens=tokens * ranks * here,
+        pairs=tokens * ranks * loads[busiest],
+        tokens=tokens * ranks * to_rank[busiest],
         rows_of_experts=tuple(tokens * ranks * chance for chance in chances[begins[busiest] : ends[busiest]]),
-        scale_out=tokens * max(out, into) if nodes > 1 else 0.0,
-        scale_up=tokens * (max(local_out, local_in) + handed_on),
-        handed_on=tokens * handed_on,
-        pairs_out=tokens * max(total - own, pairs_in) if nodes > 1 else 0.0,
-        pairs_up=tokens * (max(own - load, (per_node - 1) * load) + pairs_handed_on),
-        peers=peers,
+        scale_out=tokens * rows.scale_out,
+        scale_up=tokens * rows.scale_up,
+        handed_on=tokens * rows.handed_on,
+        pairs_out=tokens * pairs.scale_out,
+        pairs_up=tokens * pairs.scale_up,
+        peers=float(ranks - largest if exchange == "direct" else domains.num_nodes - 1),
     )
+
+
+class _Links(NamedTuple):
+    """Rows per token of each rank, on one rank's links."""
+
+    scale_out: float
+    scale_up: float
+    handed_on: float
+
+
+def _links(per_rank: Sequence[float], per_node: Sequence[float], ends: Sequence[int], exchange: ExchangeName) -> _Links:
+    """The most that any rank has on each link, of R ranks on N nodes; ends: the ranks after each node's last one.
+
+    For a node of m ranks, r its most reached rank's chance, n the node's, s the ranks of other nodes that one of its
+    ranks forwards for (N - 1 if all nodes are equal):
+    scale-out, sending: direct the sum over other nodes' ranks, hybrid the sum over other nodes; receiving: direct
+    (R - m) r, hybrid s n. scale-up: (m - 1) r of its own node's tokens, and in hybrid what is handed on: received, of
+    the (R - m) r of other nodes the share 1 - 1/m that does not arrive at its own forwarder; sent, s times the others.
+    """
+    ranks, sizes = len(per_rank), [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    total, total_nodes = math.fsum(per_rank), math.fsum(per_node)
+    size_counts = Counter(sizes)
+    out = up = handed = 0.0
+    for node, (end, m) in enumerate(zip(ends, sizes, strict=True)):
+        mine = per_rank[end - m : end]
+        own, most, others, on = math.fsum(mine), max(mine), ranks - m, 0.0
+        if exchange == "direct":
+            sent, received = total - own, others * most
+        else:
+            sources = sum(-(-size // m) * count for size, count in size_counts.items()) - 1
+            sent, received = total_nodes - per_node[node], sources * per_node[node]
+            on = max(others * most * (1 - 1 / m), sources * (own - min(mine)))
+        out, up, handed = max(out, sent, received), max(up, (m - 1) * most + on), max(handed, on)
+    return _Links(out if len(ends) > 1 else 0.0, up, handed if len(ends) > 1 else 0.0)

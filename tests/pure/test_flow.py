@@ -290,3 +290,15 @@ def test_padded_of_many_rows_and_large_tiles() -> None:
     assert expected_padded(1e7, 128) == 1e7 + 63.5
     flow = replace(Shape(4, 2, 8, 2).flow("direct"), rows_of_experts=(0.0, 1e7, 1e7))
     assert flow.padded(128) == 2 * (1e7 + 63.5)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "hybrid"])
+@pytest.mark.parametrize(("ranks", "nodes"), [(3, 2), (5, 2), (7, 3), (10, 4)])
+def test_nodes_of_different_size(ranks: int, nodes: int, exchange: ExchangeName) -> None:
+    """The links are those of whoever has most on them, which may be a rank of a smaller node."""
+    shape = Shape(ranks, nodes, experts=10 * ranks, topk=4)
+    counts = counted(shape, exchange, drawn(shape, Uniform()))
+    flow = shape.flow(exchange)
+    for path, expected in (("out", flow.scale_out), ("up", flow.scale_up), ("pairs_out", flow.pairs_out)):
+        means = [float(samples.mean()) for count in counts for samples in getattr(count, path).values()]
+        assert expected == pytest.approx(shape.tokens * max(means), rel=0.03), path
