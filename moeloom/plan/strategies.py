@@ -43,7 +43,7 @@ def candidates(problem: Problem, setting: Setting) -> tuple[Candidate, ...]:
             if refusal:
                 found.append(Candidate(pipeline, exchange, note=refusal))
                 continue
-            for chunks in _chunks(problem, setting, pipeline):
+            for chunks in _chunks(problem, setting, pipeline, exchange):
                 found.append(_fits(estimate(problem, setting, pipeline, exchange, chunks), setting.machine))
     return tuple(found)
 
@@ -124,11 +124,11 @@ def roofline(problem: Problem, setting: Setting) -> tuple[float, str]:
     return min(limits)
 
 
-def _chunks(problem: Problem, setting: Setting, pipeline: PipelineName) -> Collection[int]:
+def _chunks(problem: Problem, setting: Setting, pipeline: PipelineName, exchange: ExchangeName) -> Collection[int]:
     """Numbers of chunks worth a look: chunks overlap links with compute across kernels, so there must be a link."""
     if pipeline == "decode" or setting.domains.num_ranks == 1:
         return (1,)
-    if pipeline == "mega" and setting.domains.num_nodes == 1:  # overlaps inside the kernel
+    if pipeline == "mega" and exchange == "direct":  # all overlap is inside the kernel
         return (1,)
     return [chunks for chunks in CHUNKS if chunks == 1 or problem.tokens >= 2 * chunks]
 
