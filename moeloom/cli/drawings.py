@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moeloom.errors import CapabilityError
-from moeloom.plan.plan import EXCHANGES, PIPELINES, Plan
+from moeloom.plan.plan import EXCHANGES, PIPELINES, WORDS, Plan
 from moeloom.schedule.simulate import simulate
 from moeloom.schedule.trace import Event, rank_name, to_perfetto
 from moeloom.schedule.trace import events as events_of
@@ -33,7 +33,6 @@ OTHER_COLOURS = ("#56B4E9", "#999933", "#332288", "#117733")
 PIPELINE_COLOURS = {"split": "#0072B2", "mega": "#D55E00", "decode": "#009E73"}
 EXCHANGE_DASHES = {"direct": "-", "hybrid": (0, (4, 1.5))}
 LIMITS = {"compute": "-", "memory": "--", "scale_up": "-.", "scale_out": ":"}  # resource: its line
-WORDS = {"scale_up": "scale-up", "scale_out": "scale-out", "latency": "waits"}
 RESOURCE_ORDER = ("links", "scale_out", "scale_up", "compute")
 GREY, PALE = "#444444", "#F2F2F2"
 PER_CENT_SHOWN = 60  # how much slower than the best a candidate may be to be in the lower panel

@@ -162,7 +162,7 @@ def solve(probes: Probes, ranks: int, cores: int) -> Measured:
         },
     )  # fmt: skip
     if ranks > 1:
-        rates, bandwidth = _move(probes, machine, ranks, "split", "dispatch")
+        _, bandwidth = _move(probes, machine, ranks, "split", "dispatch")
         machine = replace(machine, scale_out_bandwidth=bandwidth)
     efficiencies: dict[PipelineName, Efficiency] = {}
     for pipeline in PIPELINES_MEASURED:

@@ -18,7 +18,6 @@ from moeloom import machine_cache
 from moeloom.cli.drawings import (
     DRAWING_ENDINGS,
     TRACE_ENDINGS,
-    WORDS,
     bytes_text,
     check_file,
     draw_roofline,
@@ -36,7 +35,7 @@ from moeloom.plan.efficiencies import GPU
 from moeloom.plan.efficiency import RESOURCES, Efficiency
 from moeloom.plan.flow import expected_flow
 from moeloom.plan.machines import MACHINES
-from moeloom.plan.plan import EXCHANGES, Candidate, Plan
+from moeloom.plan.plan import EXCHANGES, WORDS, Candidate, Plan
 from moeloom.plan.planner import choose
 from moeloom.plan.problem import Domains, Problem
 from moeloom.plan.strategies import Setting, candidates

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from moeloom.cli.check import Verdict
-from moeloom.cli.drawings import WORDS, time_text
+from moeloom.cli.drawings import time_text
 from moeloom.cli.run import SYNTHETIC_ROUTING, RankReport, Report, Settings, Step
 from moeloom.meter import StageStats
-from moeloom.plan.plan import Plan
+from moeloom.plan.plan import WORDS, Plan
 
 STAGES = ("dispatch", "experts", "combine", "backward")
 MAX_BARS = 16

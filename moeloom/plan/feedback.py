@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from statistics import median
 
 from moeloom.plan.problem import Problem
@@ -13,6 +14,7 @@ WEIGHT = 0.5  # of what is new
 KEPT = 32  # latest measurements that wait to be agreed on
 
 
+@lru_cache(maxsize=1024)  # asked on every forward
 def bucket(problem: Problem) -> Problem:
     """Problems that share corrections: tokens rounded up to a power of two, whatever the phase."""
     tokens = problem.tokens
@@ -24,18 +26,18 @@ class Feedback:
     """Measurements of this rank that the others do not know yet, and corrections that all ranks share."""
 
     def __init__(self) -> None:
-        self._measured: dict[tuple[str, str], list[float]] = {}
-        self._corrections: dict[str, dict[str, float]] = {}
+        self._measured: dict[tuple[Problem, str], list[float]] = {}
+        self._corrections: dict[Problem, dict[str, float]] = {}
 
     def record(self, problem: Problem, plan_name: str, seconds: float) -> None:
         """A layer took this long here. Changes no plan until `update`."""
-        latest = self._measured.setdefault((str(bucket(problem)), plan_name), [])
+        latest = self._measured.setdefault((bucket(problem), plan_name), [])
         latest.append(seconds)
         del latest[:-KEPT]
 
     def report(self, problem: Problem) -> dict[str, float]:
         """By plan name the median of what this rank has measured for problems of this size."""
-        key = str(bucket(problem))
+        key = bucket(problem)
         return {name: median(times) for (size, name), times in self._measured.items() if size == key}
 
     def update(self, problem: Problem, predicted: Mapping[str, float], reports: list[dict[str, float]]) -> None:
@@ -43,7 +45,7 @@ class Feedback:
 
         predicted: seconds by plan name, uncorrected. Called with equal arguments on all ranks.
         """
-        key = str(bucket(problem))
+        key = bucket(problem)
         known = self._corrections.setdefault(key, {})
         for name, expected in predicted.items():
             times = [report[name] for report in reports if name in report]
@@ -55,4 +57,4 @@ class Feedback:
 
     def corrections(self, problem: Problem) -> Mapping[str, float]:
         """Measured over predicted by plan name, of plans that were run."""
-        return self._corrections.get(str(bucket(problem)), {})
+        return self._corrections.get(bucket(problem), {})

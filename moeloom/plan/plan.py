@@ -16,6 +16,7 @@ from moeloom.types import ExchangeName
 
 PipelineName = Literal["split", "mega", "decode"]
 PIPELINES: tuple[PipelineName, ...] = ("split", "mega", "decode")
+WORDS = {"scale_up": "scale-up", "scale_out": "scale-out", "latency": "waits"}  # for people
 MAX_WIDTH = 160  # of a line of `Plan.explain`
 EXCHANGES: tuple[ExchangeName, ...] = ("direct", "hybrid")
 
@@ -174,7 +175,7 @@ def _name(pipeline: str, exchange: str, chunks: int) -> str:
 
 
 def _words(name: str) -> str:
-    return {"scale_up": "scale-up", "scale_out": "scale-out", "latency": "waits"}.get(name, name)
+    return WORDS.get(name, name)
 
 
 def _time(seconds: float) -> str:

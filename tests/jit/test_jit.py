@@ -26,6 +26,7 @@ import torch
 from moeloom import jit
 from moeloom.errors import CapabilityError, KernelError
 from moeloom.jit import bindings, build, cache, compiler, kernel
+from tests.support.nvrtc import needs_nvrtc
 
 FORK = multiprocessing.get_context("fork")
 KEY = "a" * 64
@@ -66,17 +67,6 @@ extern "C" __global__ void __launch_bounds__(32) indexed(float* p, int k) {
 __noinline__ float apart(float x) { return x * x + 1; }
 extern "C" __global__ void __launch_bounds__(32) calls(float* p) { *p = apart(*p); }
 """
-
-
-def missing_compiler() -> str:
-    try:
-        bindings.nvrtc()
-    except CapabilityError as error:
-        return str(error)
-    return ""
-
-
-needs_nvrtc = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
 
 
 @pytest.fixture(autouse=True)

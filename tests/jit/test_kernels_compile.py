@@ -8,20 +8,10 @@ import pytest
 
 import moeloom.backends
 from moeloom import jit
-from moeloom.errors import CapabilityError
-from moeloom.jit import bindings
 from moeloom.jit.source import KERNELS
+from tests.support.nvrtc import needs_nvrtc
 
-
-def missing_compiler() -> str:
-    try:
-        bindings.nvrtc()
-    except CapabilityError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
+pytestmark = needs_nvrtc
 
 DECLARED = jit.declared_in(moeloom.backends)
 HEADERS = sorted(KERNELS.glob("*.cuh"))

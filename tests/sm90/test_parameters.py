@@ -16,9 +16,8 @@ from moeloom.backends.sm90.member import Member
 from moeloom.backends.sm90.parameters import CombineParams, DispatchParams, DispatchSpace, State, proof
 from moeloom.backends.sm90.spaces import LIMITS, Sizes, chunk_tokens, default_parts, most_tokens
 from moeloom.errors import KernelError, PeerTimeout
-from tests.jit.test_kernels_compile import missing_compiler
+from tests.support.nvrtc import needs_nvrtc
 
-needs_nvrtc = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler())
 CPU = torch.device("cpu")
 FITS = {
     "num_ranks": 2,
