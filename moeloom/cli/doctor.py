@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from moeloom import env
-from moeloom.backends.cpu.shared_memory import SharedFile
+from moeloom.backends.shared_memory import SharedFile
 from moeloom.experts import Experts
 from moeloom.launch import RankPool
 from moeloom.route import Router

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from moeloom import CapabilityError, Runtime, Topology, env
-from moeloom.backends.cpu.shared_memory import PREFIX, SharedFile
+from moeloom.backends.shared_memory import PREFIX, SharedFile
 from tests.support.failure import Attempt, attempt, layer_of, works
 from tests.support.pool import Ranks, forget_runtimes, group_of
 from tests.support.processes import heed_interrupts

@@ -9,17 +9,16 @@ from torch import Tensor
 from torch.distributed import Store
 
 from moeloom.backends.base import ExpertGrads, Handle, Pending, RowOrder, Traffic
+from moeloom.backends.control import Control
 from moeloom.backends.cpu.buffers import SymmetricBuffer
 from moeloom.backends.cpu.combine import combine
-from moeloom.backends.cpu.control import Control
 from moeloom.backends.cpu.decode import Decode, begin_combine, begin_dispatch, decode_experts
 from moeloom.backends.cpu.dispatch import dispatch
 from moeloom.backends.cpu.experts import experts, experts_backward
-from moeloom.backends.cpu.shared_memory import SharedFile
 from moeloom.backends.cpu.wire import Wire
 from moeloom.backends.peers import Peers
 from moeloom.config import Recipe
-from moeloom.errors import CapabilityError, MoeloomError
+from moeloom.errors import CapabilityError
 from moeloom.experts import Experts
 from moeloom.placement import Placement
 from moeloom.topology import Topology
@@ -46,7 +45,7 @@ class CpuBackend:
         self.control = Control(peers, self.local_ranks)
         self.wire: Wire | None = None
         if topology.num_ranks > 1:
-            self.control.attach(_control_memory(peers, self.local_ranks, self.control.num_bytes))
+            self.control.attach()
         if store is not None and topology.num_nodes > 1:
             self.wire = self.control.wire = Wire(store, self.control, peers.timeout)
             peers.gather("connected", {})  # a rank that closed before would break the connecting of the others
@@ -107,22 +106,3 @@ class CpuBackend:
             self.wire.close()
             self.wire = self.control.wire = None
         self.control.detach()
-
-
-def _control_memory(peers: Peers, local_ranks: tuple[int, ...], num_bytes: int) -> SharedFile:
-    """The node's flags, made while there are none yet to meet by: the ranks meet through the store."""
-    created, record = None, {}
-    if peers.rank == local_ranks[0]:
-        try:
-            created = SharedFile.create(num_bytes)
-            record = {"path": created.path}
-        except MoeloomError as error:
-            raise peers.refuse(error) from None
-    try:
-        paths = peers.gather("control memory", record)
-        memory = created or SharedFile.open(paths[local_ranks[0]]["path"], num_bytes)
-        peers.gather("mapped", {})
-        return memory
-    finally:
-        if created is not None:
-            created.unlink()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moeloom.backends.cpu.control import Control
-from moeloom.backends.cpu.shared_memory import SharedFile
+from moeloom.backends.control import Control
+from moeloom.backends.shared_memory import SharedFile
 from moeloom.errors import MoeloomError
 from moeloom.regions import Region, total_bytes
 

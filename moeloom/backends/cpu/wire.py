@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
 
-from moeloom.backends.cpu.control import Control
+from moeloom.backends.control import Control
 from moeloom.backends.peers import POLL_SECONDS
 
 WORD_BYTES = 8

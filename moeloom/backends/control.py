@@ -1,4 +1,4 @@
-"""How ranks agree, wait and fail: every wait of the CPU backend is here, and every wait has a deadline.
+"""How ranks agree, wait and fail: every wait of a host is here, and every wait has a deadline.
 
 An operation begins with one round in which all ranks show each other what they want to do. Nobody writes for operation
 n before everybody has entered it, hence has finished reading n-1: that is why one symmetric buffer without banks or
@@ -12,16 +12,13 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch.distributed import DistError
 
-from moeloom.backends.cpu.shared_memory import SharedFile
 from moeloom.backends.peers import Peers
+from moeloom.backends.shared_memory import SharedFile
 from moeloom.errors import MoeloomError, from_record, to_record
-
-if TYPE_CHECKING:
-    from moeloom.backends.cpu.wire import Wire
 
 SPINS = 100  # polls that only yield the core (9 us for four ranks on two cores), before sleeping between polls
 MAX_SLEEP_SECONDS = 1e-3
@@ -37,12 +34,19 @@ def publish(words: memoryview, index: int, value: int) -> None:
     words[index] = value
 
 
+class Between(Protocol):
+    """What joins the nodes."""
+
+    def gather(self, record: bytes, width: int, wait: bool) -> list[bytes]:
+        """Every rank's record of at most `width` bytes; an empty list without waiting."""
+
+
 class Control:
     """Rounds, flags and deadlines of this rank. `wire` joins the nodes; None on a single node."""
 
     def __init__(self, peers: Peers, local_ranks: tuple[int, ...]) -> None:
         self.peers, self.local_ranks = peers, local_ranks
-        self.wire: Wire | None = None
+        self.wire: Between | None = None
         self.number, self.kind = 0, "construction"
         self.failure: dict[str, str] | None = None  # a record: an exception would keep all frames it passed alive
         self._shown = False  # whether the others have this rank's record of the operation
@@ -53,13 +57,23 @@ class Control:
         self._bytes = memoryview(b"")
         self._words = memoryview(b"")
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the node's control memory."""
-        return len(self.local_ranks) * self._slot_words * WORD
-
-    def attach(self, memory: SharedFile) -> None:
-        """Use this memory, fresh and zero, for the node's flags."""
+    def attach(self) -> None:
+        """Make the memory of the node's flags. There are none yet to meet by: the ranks meet through the store."""
+        num_bytes = len(self.local_ranks) * self._slot_words * WORD
+        created, record = None, {}
+        if self.peers.rank == self.local_ranks[0]:
+            try:
+                created = SharedFile.create(num_bytes)
+                record = {"path": created.path}
+            except MoeloomError as error:
+                raise self.peers.refuse(error) from None
+        try:
+            paths = self.peers.gather("control memory", record)
+            memory = created or SharedFile.open(paths[self.local_ranks[0]]["path"], num_bytes)
+            self.peers.gather("mapped", {})
+        finally:
+            if created is not None:
+                created.unlink()
         self._bytes = memoryview(memory.map)
         self._words = self._bytes.cast("q")
 
