@@ -1,15 +1,17 @@
-"""dispatch and combine on H100/H200, beside a copy and a fill of as many bytes as the experts' rows have.
+"""dispatch and combine on H100/H200: time of the kernel on the device, and of events around its launch.
 
 One GPU plays the ranks: `python -m benchmarks.bench_sm90_exchange`. One rank per GPU, over torch's symmetric memory:
 `torchrun --nproc-per-node 2 -m benchmarks.bench_sm90_exchange`. The second-level cache is cold; slowest rank counts.
+Beside each a copy (and, with `--fill`, a fill) of as many bytes as the experts' rows have.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,8 @@ from moeloom.backends.base import RowOrder
 from moeloom.backends.sm90.combine import combine
 from moeloom.backends.sm90.dispatch import Arrived, Tokens, dispatch
 from moeloom.backends.sm90.member import Member, play
-from moeloom.backends.sm90.spaces import Sizes, default_parts
+from moeloom.backends.sm90.spaces import Sizes
+from moeloom.quantize import record_bytes
 
 WARM_UP = 3
 FLUSH_BYTES = 256 << 20  # over four times the second-level cache
@@ -38,14 +41,15 @@ class Case:
     arrived: list[Arrived]
     rows: list[Tensor]
     y: list[Tensor]
-    parts: int
+    parts: int | None = None
+    sms: int | None = None
 
     def dispatch(self) -> None:
-        dispatch(self.members, self.tokens, self.order, self.arrived)
+        dispatch(self.members, self.tokens, self.order, self.arrived, sms=self.sms)
 
     def combine(self) -> None:
         sent = list(zip(self.tokens, self.arrived, strict=True))
-        combine(self.members, sent, self.rows, weighted=False, parts=self.parts, out=self.y)
+        combine(self.members, sent, self.rows, weighted=False, parts=self.parts, out=self.y, sms=self.sms)
 
     def check(self) -> None:
         """Rows are those of their tokens, and equal rows of K experts, in numbers of few bits, sum up exactly."""
@@ -58,34 +62,70 @@ class Case:
             assert int((pair >= 0).sum()) == int(arrived.expert_rows.sum()), "dispatch"
             rows.fill_(0.25)
         self.combine()
-        for member, y in zip(self.members, self.y, strict=True):
+        for member, y, rows in zip(self.members, self.y, self.rows, strict=True):
             member.raise_failure()
             assert (y == 0.25 * member.sizes.num_topk).all(), "combine"
+            rows.normal_()
 
 
-def case(members: list[Member], count: int) -> Case:
-    """Uniform routing, every rank with as many tokens."""
+def case(members: list[Member], count: int, skew: float) -> Case:
+    """Every rank with as many tokens. skew: the share of all pairs that rank 0 serves; 0: uniform routing."""
     sizes, device = members[0].sizes, members[0].peers.device
     rows = count * sizes.num_topk * sizes.num_ranks
-    order = RowOrder(capacity=rows if count < 128 else rows // sizes.num_ranks * 5 // 4)
+    share = max(skew, 1 / sizes.num_ranks) * 5 / 4
+    order = RowOrder(capacity=rows if count < 128 else min(rows, int(rows * share)))
     tokens = []
     for member in members:
         generator = torch.Generator(device).manual_seed(member.rank)
         x = torch.randint(0, 256, (count, sizes.row_bytes), generator=generator, device=device, dtype=torch.uint8)
-        scores = torch.rand(count, sizes.num_experts, generator=generator, device=device)
-        ids = scores.topk(sizes.num_topk).indices.int()
+        ids = draw_ids(sizes, count, skew, generator)
         tokens.append(Tokens(x, ids, torch.rand(ids.shape, generator=generator, device=device)))
     arrived = [Arrived.empty(sizes, order, device) for _ in members]
     sums = [torch.empty(len(a.rows), sizes.sum_bytes // 2, dtype=torch.bfloat16, device=device) for a in arrived]
     y = [each.new_empty(count, each.shape[1]) for each in sums]
-    return Case(members, tokens, order, arrived, sums, y, default_parts(count))
+    return Case(members, tokens, order, arrived, sums, y)
 
 
-def microseconds(run: Callable[[], object], flush: Tensor, rounds: int) -> float:
-    """Median over the rounds of the slowest rank's time on the GPU."""
+def draw_ids(sizes: Sizes, count: int, skew: float, generator: torch.Generator) -> Tensor:
+    """`[T, K]` int32, different experts in a row."""
+
+    def some(experts: int) -> Tensor:
+        scores = torch.rand(count, experts, generator=generator, device=generator.device)
+        return scores.topk(sizes.num_topk).indices
+
+    if not skew:
+        return some(sizes.num_experts).int()
+    on_first = some(sizes.num_local)
+    elsewhere = some(sizes.num_experts - sizes.num_local) + sizes.num_local
+    drawn = torch.rand(on_first.shape, generator=generator, device=generator.device)
+    return torch.where(drawn < skew, on_first, elsewhere).int()
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds, median over the rounds of the slowest rank. kernel: on the device, None if not asked for."""
+
+    events: float
+    kernel: float | None = None
+
+
+def measured(run: Callable[[], object], flush: Tensor, rounds: int, kernel: str | None = None) -> Times:
+    """kernel: part of the name of the one kernel that `run` launches."""
+    events = _of_slowest(_rounds(run, flush, WARM_UP + rounds)[WARM_UP:], flush)
+    if kernel is None:
+        return Times(events)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        _rounds(run, flush, WARM_UP + rounds)
+    found = [event for event in profile.events() if kernel in event.name and event.time_range.elapsed_us() > 0]
+    found.sort(key=lambda event: event.time_range.start)
+    assert len(found) == WARM_UP + rounds, [event.name for event in found]
+    return Times(events, _of_slowest([event.time_range.elapsed_us() for event in found][WARM_UP:], flush))
+
+
+def _rounds(run: Callable[[], object], flush: Tensor, count: int) -> list[float]:
     times = []
     meet = torch.zeros(1, device=flush.device)
-    for number in range(WARM_UP + rounds):
+    for number in range(count):
         torch.cuda._sleep(QUIET_CYCLES)
         flush.fill_(number)
         if dist.is_initialized():
@@ -96,43 +136,43 @@ def microseconds(run: Callable[[], object], flush: Tensor, rounds: int) -> float
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    slowest = torch.tensor(times[WARM_UP:], device=flush.device)
+    return times
+
+
+def _of_slowest(times: list[float], flush: Tensor) -> float:
+    slowest = torch.tensor(times, device=flush.device)
     if dist.is_initialized():
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return median(slowest.tolist())
 
 
-def report(measured: Case, flush: Tensor, rounds: int, said: bool) -> None:
-    """Check, time, and print a line for dispatch and one for combine."""
-    measured.check()
-    count, ranks = len(measured.tokens[0].x), measured.members[0].sizes.num_ranks
-    written = [sum(int(a.expert_rows.sum()) for a in measured.arrived) * measured.members[0].sizes.row_bytes]
-    written.append(sum(int(a.expert_rows.sum()) for a in measured.arrived) * measured.members[0].sizes.sum_bytes)
-    buffers = torch.empty(2, max(written), dtype=torch.uint8, device=flush.device)
-    for stage, run, num_bytes in (
-        ("dispatch", measured.dispatch, written[0]),
-        ("combine", measured.combine, written[1]),
-    ):
-        ours = microseconds(run, flush, rounds)
-        copied = microseconds(lambda n=num_bytes: buffers[0, :n].copy_(buffers[1, :n]), flush, rounds)
-        filled = microseconds(lambda n=num_bytes: buffers[0, :n].fill_(1), flush, rounds)
+def report(chosen: argparse.Namespace, case: Case, flush: Tensor, said: bool) -> None:
+    """Check, time, and print a line for each stage and number of multiprocessors."""
+    case.check()
+    sizes, count = case.members[0].sizes, len(case.tokens[0].x)
+    rows = sum(int(arrived.expert_rows.sum()) for arrived in case.arrived)
+    widths = {"dispatch": sizes.row_bytes, "combine": sizes.sum_bytes}
+    for stage, sms in product(chosen.stages, chosen.sms or [None]):
+        variant = replace(case, sms=sms)
+        num_bytes = rows * widths[stage]
+        ours = measured(getattr(variant, stage), flush, chosen.rounds, stage)
+        line = f"{stage:<9}{sizes.num_ranks} ranks, {len(case.members)} here T={count:<5} K={sizes.num_topk:<2}"
+        line += f" H={sizes.sum_bytes // 2} SMs={sms or 'all':<4}{num_bytes / 1e6:8.2f} MB of rows"
+        line += f" | kernel {ours.kernel:7.1f} us, events {ours.events:7.1f} us"
+        for name in chosen.beside:
+            into, out_of = torch.empty(2, num_bytes, dtype=torch.uint8, device=flush.device)
+            runs = {"copy": lambda a=into, b=out_of: a.copy_(b), "fill": lambda a=into: a.fill_(1)}
+            other = measured(runs[name], flush, chosen.rounds)
+            line += f" | {name} {other.events:7.1f} us, {ours.events / other.events:5.2f} of it"
         if said:
-            print(
-                f"{stage:<9}{ranks} ranks, {len(measured.members)} here T={count:<5} {num_bytes / 1e6:8.2f} MB of rows"
-                f" | {ours:8.1f} us | copy {copied:8.1f} us, {ours / copied:5.2f} of it"
-                f" | fill {filled:8.1f} us, {ours / filled:5.2f} of it",
-                flush=True,
-            )
+            print(line, flush=True)
 
 
-def members_of(ranks: int, chosen: argparse.Namespace, device: torch.device) -> tuple[list[Member], object]:
+def members_of(ranks: int, sizes: Sizes, timeout: float, device: torch.device) -> tuple[list[Member], object]:
     """All ranks on this GPU, or this process's rank; and what keeps their memory."""
-    local = -(-chosen.experts // ranks)
-    most = max(chosen.tokens)
-    sizes = Sizes(ranks, most, chosen.topk, chosen.experts, local, chosen.row_bytes, 2 * chosen.hidden)
-    placement = Placement.even(chosen.experts, ranks)
+    placement = Placement.even(sizes.num_experts, ranks)
     if not dist.is_initialized():
-        return play(sizes, placement, chosen.timeout, device)
+        return play(sizes, placement, timeout, device)
     import torch.distributed._symmetric_memory as symmetric
 
     memory = symmetric.empty(sizes.num_bytes, dtype=torch.uint8, device=device)
@@ -141,35 +181,54 @@ def members_of(ranks: int, chosen: argparse.Namespace, device: torch.device) -> 
     torch.cuda.synchronize()
     dist.barrier()
     rank = dist.get_rank()
-    return [Member.make(sizes, placement, rank, list(handle.buffer_ptrs), chosen.timeout, device)], (memory, handle)
+    return [Member.make(sizes, placement, rank, list(handle.buffer_ptrs), timeout, device)], (memory, handle)
 
 
-def main() -> None:
-    """Print two lines per number of ranks and tokens."""
+def options(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What to measure; given: instead of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 128, 4096, 8192])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="played on one GPU")
-    parser.add_argument("--hidden", type=int, default=7168)
-    parser.add_argument("--row-bytes", type=int, default=7392, help="FP8 values with their scales")
-    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[7168])
+    parser.add_argument("--row-bytes", type=int, help="that dispatch brings; default: FP8 values with their scales")
+    parser.add_argument("--topk", type=int, nargs="+", default=[8])
     parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--skew", type=float, default=0.0, help="share of pairs that rank 0 serves; 0: uniform")
+    parser.add_argument("--stages", nargs="+", default=["dispatch", "combine"], choices=["dispatch", "combine"])
+    parser.add_argument("--sms", type=int, nargs="+", help="multiprocessors to use; default: all")
+    parser.add_argument("--parts", type=int, nargs="+", default=[0], help="of a row in combine; 0: as the kernel likes")
+    parser.add_argument("--beside", nargs="*", default=["copy"], choices=["copy", "fill"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--timeout", type=float, default=10.0)
-    chosen = parser.parse_args()
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    return parser.parse_args(given)
+
+
+def measure(chosen: argparse.Namespace, device: torch.device) -> None:
+    """Print a line per stage and combination of what was chosen."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    for ranks, hidden, topk in product([processes] if processes > 1 else chosen.ranks, chosen.hidden, chosen.topk):
+        local, row_bytes = -(-chosen.experts // ranks), chosen.row_bytes or record_bytes(hidden)
+        sizes = Sizes(ranks, max(chosen.tokens), topk, chosen.experts, local, row_bytes, 2 * hidden)
+        members, memory = members_of(ranks, sizes, chosen.timeout, device)
+        for count, parts in product(chosen.tokens, chosen.parts):
+            built = replace(case(members, count, chosen.skew), parts=parts or None)
+            report(chosen, built, flush, said=members[0].rank == 0)
+        del members, memory, built
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    chosen = options()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    if processes > 1:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if several:
         # multicast over NVLink can put a host's GPUs out of service where they are shared
         os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
         dist.init_process_group("nccl", device_id=device)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    for ranks in [processes] if processes > 1 else chosen.ranks:
-        members, memory = members_of(ranks, chosen, device)
-        for count in chosen.tokens:
-            report(case(members, count), flush, chosen.rounds, said=members[0].rank == 0)
-        del members, memory
-    if processes > 1:
+    measure(chosen, device)
+    if several:
         dist.barrier()
         dist.destroy_process_group()
 

@@ -104,9 +104,9 @@ def return_scalars(backend: Backend, values: Tensor, handle: Handle) -> Tensor:
     if handle.rows.order == "rank":
         wide = values
     else:
-        wide = torch.zeros(handle.layout.num_rows, num_topk)
-        valid = (handle.layout.pos_to_topk >= 0).nonzero().squeeze(1)
-        wide[valid, handle.layout.pos_to_topk[valid]] = values.reshape(-1)[valid].float()
+        slot = handle.layout.pos_to_topk.unsqueeze(1)
+        valid = torch.where(slot >= 0, values.reshape(-1, 1).float(), 0)  # what padding holds may be NaN
+        wide = valid.new_zeros(len(slot), num_topk).scatter_(1, slot.clamp(min=0), valid)
     return backend.combine(wide, handle, FP32, weighted=False, identity=False)
 
 

@@ -13,6 +13,7 @@ from moeloom.errors import CapabilityError, CapacityError
 from moeloom.experts import Experts
 from moeloom.layout import first_bad_id
 from moeloom.placement import Placement
+from moeloom.plan.plan import Plan
 from moeloom.quantize import num_groups
 from moeloom.types import Quantized, Routing
 
@@ -33,6 +34,8 @@ def check_call(
     if isinstance(x, Quantized):
         wanted = (*x, routing.topk_weights)
         check_forward_only(recipe, torch.is_grad_enabled() and any(tensor.requires_grad for tensor in wanted))
+    if routing.topk_idx.device.type != "cpu":
+        return  # to look at values would make the host wait; kernels find what is wrong
     bad = first_bad_id(routing.topk_idx, placement.num_ids)
     if bad is not None:
         row, k, value = bad
@@ -49,8 +52,6 @@ def check_shapes(x: Tensor | Quantized, routing: Routing, recipe: Recipe, rank: 
         raise ValueError(f"topk_idx has dtype {ids.dtype}; allowed: torch.int32, torch.int64")
     if weights.dtype != torch.float32:
         raise ValueError(f"topk_weights has dtype {weights.dtype}; it must be torch.float32")
-    _check_cpu(ids, "topk_idx")
-    _check_cpu(weights, "topk_weights")
     if ids.dim() != 2 or ids.shape[1] < 1 or ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"topk_idx is {list(ids.shape)}; with {x.shape[0]} tokens it must be [{x.shape[0]}, K], K >= 1"
@@ -82,12 +83,14 @@ def check_no_gradient(*tensors: Tensor | None) -> None:
         raise CapabilityError("the decode pipeline has no gradient; use torch.no_grad(), or the split pipeline")
 
 
-def check_pipeline(pipeline: str, backend: Backend) -> None:
-    """Raise unless the backend has it."""
-    if pipeline not in backend.pipelines:
+def check_plan(plan: Plan, backend: Backend) -> None:
+    """Raise unless the backend can run it."""
+    if plan.pipeline not in backend.pipelines:
         raise CapabilityError(
-            f"pipeline is {pipeline!r}; the {backend.name} backend has {', '.join(backend.pipelines)}"
+            f"pipeline is {plan.pipeline!r}; the {backend.name} backend has {', '.join(backend.pipelines)}"
         )
+    if plan.chunks > 1 and not backend.overlaps_chunks:
+        raise CapabilityError(f"chunks is {plan.chunks}; on the {backend.name} backend nothing overlaps them: pass 1")
 
 
 def check_async(async_op: bool, pipeline: str) -> None:
@@ -129,20 +132,25 @@ def check_forward_only(recipe: Recipe, grad: bool) -> None:
         )
 
 
-def check_devices(x: Tensor, routing: Routing) -> None:
+def check_devices(backend: Backend, **tensors: Tensor | Quantized | None) -> None:
     """Raise unless all are where the backend works: for another device torch would not even come to its operator."""
-    for name, tensor in (("x", x), ("topk_idx", routing.topk_idx), ("topk_weights", routing.topk_weights)):
-        _check_cpu(tensor, name)
+    for name, given in tensors.items():
+        parts = {name: given}
+        if isinstance(given, Quantized):
+            parts = {f"{name}.values": given.values, f"{name}.scales": given.scales}
+        for part, tensor in parts.items():
+            if isinstance(tensor, Tensor) and tensor.device != backend.device:
+                place = "the CPU" if backend.device.type == "cpu" else str(backend.device)
+                raise ValueError(f"{part} is on {tensor.device}; the {backend.name} backend needs it on {place}")
 
 
 def check_rows(rows: Tensor, dtype: torch.dtype | None, name: str) -> None:
-    """Raise unless `rows` is a CPU tensor `[N, H]` (of that dtype)."""
+    """Raise unless `rows` is a tensor `[N, H]` (of that dtype)."""
     if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] < 1:
         shape = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
         raise ValueError(f"{name} is {shape}; it must be a tensor [tokens, hidden], hidden >= 1")
     if dtype is not None and rows.dtype != dtype:
         raise ValueError(f"{name} has dtype {rows.dtype}; the recipe needs {dtype}")
-    _check_cpu(rows, name)
 
 
 def check_handle(handle: Handle, backend: Backend) -> None:
@@ -186,8 +194,3 @@ def check_out(out: Tensor | None, like: Tensor) -> None:
         raise ValueError(
             f"out is {list(out.shape)} {out.dtype}; it must be {list(like.shape)} {like.dtype} like the result"
         )
-
-
-def _check_cpu(tensor: Tensor, name: str) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}; the cpu backend needs it on the CPU")

@@ -116,8 +116,9 @@ class Experts:
             return self
         gate_up, down = (torch.empty_like(w, dtype=torch.float8_e4m3fn) for w in (self.gate_up, self.down))
         groups, hidden_groups = num_groups(self.intermediate), num_groups(self.hidden)
-        gate_up_scale = torch.empty(self.num_local, 2 * groups, hidden_groups)
-        down_scale = torch.empty(self.num_local, hidden_groups, groups)
+        device = self.gate_up.device
+        gate_up_scale = torch.empty(self.num_local, 2 * groups, hidden_groups, device=device)
+        down_scale = torch.empty(self.num_local, hidden_groups, groups, device=device)
         for slot in range(self.num_local):
             targets = zip(self._halves(gate_up[slot]), gate_up_scale[slot].chunk(2), strict=True)
             for half, (values, scales) in zip(self._halves(self.gate_up[slot]), targets, strict=True):
@@ -131,7 +132,8 @@ class Experts:
         Where there are no scales, quantising the slot takes several passes over its weights in fp32, at every call (16
         ms for one expert of Qwen3-30B on two cores, against 4 with scales): `quantized` does it once.
         """
-        gate_up, down = (torch.empty(weight.shape[1:]) for weight in (self.gate_up, self.down))
+        weights = (self.gate_up, self.down)
+        gate_up, down = (torch.empty(weight.shape[1:], device=weight.device) for weight in weights)
         scales = (None, None) if self.scales is None else self.scales[0][slot].chunk(2)
         for half, target, scale in zip(self._halves(self.gate_up[slot]), self._halves(gate_up), scales, strict=True):
             target.copy_(_rounded(half, scale))

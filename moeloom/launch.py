@@ -27,6 +27,7 @@ from moeloom.topology import Topology
 
 START_SECONDS = 120.0
 GRACE_SECONDS = 10.0  # after one rank's failure the others may still report what they noticed
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 IMPORTABLE = (
     "ranks import what they are given: take functions of a module, or of a script file guarded by"
     ' `if __name__ == "__main__"`'
@@ -46,22 +47,31 @@ class RankLate(RankFailed):
 
 
 def launch(
-    fn: Callable[..., Any], ranks: int, nodes: int = 1, args: tuple = (), *, timeout: float | None = None
+    fn: Callable[..., Any],
+    ranks: int,
+    nodes: int = 1,
+    args: tuple = (),
+    *,
+    timeout: float | None = None,
+    device: str = "cpu",
 ) -> list[Any]:
     """Run `fn(*args)` on `ranks` new processes of this machine, declared to be on `nodes` nodes.
 
-    In each of them `torch.distributed` is initialised (gloo). fn and args must be picklable: a function of an
+    In each of them `torch.distributed` is initialised (gloo; with device="cuda" also NCCL, and rank r's current GPU is
+    number r modulo the GPUs there are). fn and args must be picklable: a function of an
     importable module, or of a script guarded by `if __name__ == "__main__"`. Returns the results in rank order; raises
     `RankFailed` if one fails. timeout: seconds for the whole run.
     """
-    with RankPool(ranks, nodes) as pool:
+    with RankPool(ranks, nodes, device) as pool:
         return pool.run(fn, *args, timeout=timeout)
 
 
 class RankPool:
     """Ranks that stay alive between calls, started from a server process that has torch loaded (0.2 s, not 7)."""
 
-    def __init__(self, ranks: int, nodes: int = 1) -> None:
+    def __init__(self, ranks: int, nodes: int = 1, device: str = "cpu") -> None:
+        if device not in BACKENDS:
+            raise ValueError(f"device is {device!r}; allowed: {', '.join(BACKENDS)}")
         topology = Topology.split(ranks, nodes)
         _check_program()
         context = multiprocessing.get_context("forkserver")
@@ -74,7 +84,7 @@ class RankPool:
         try:
             for rank in range(ranks):
                 here, there = context.Pipe()
-                settings = _Settings(rank, ranks, str(topology.node_of_rank[rank]), self._store.port, threads)
+                settings = _Settings(rank, ranks, str(topology.node_of_rank[rank]), self._store.port, threads, device)
                 process = context.Process(target=_serve, args=(settings, there), daemon=True, name=f"rank {rank}")
                 process.start()
                 there.close()
@@ -250,6 +260,7 @@ class _Settings:
     node: str
     port: int
     threads: int
+    device: str
 
 
 def _serve(settings: _Settings, connection: Connection) -> None:
@@ -274,7 +285,9 @@ def _join(settings: _Settings) -> None:
     env.declare_node(settings.node)
     env.use_loopback()
     store = dist.TCPStore("127.0.0.1", settings.port, is_master=False, timeout=timedelta(seconds=START_SECONDS))
-    dist.init_process_group("gloo", store=store, rank=settings.rank, world_size=settings.num_ranks)
+    if settings.device == "cuda":
+        torch.cuda.set_device(settings.rank % torch.cuda.device_count())
+    dist.init_process_group(BACKENDS[settings.device], store=store, rank=settings.rank, world_size=settings.num_ranks)
 
 
 def _next_message(connection: Connection) -> Any:

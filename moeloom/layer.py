@@ -21,7 +21,7 @@ from torch._C import DispatchKey
 
 from moeloom import checks
 from moeloom.autograd import bring, identity_backward, return_scalars
-from moeloom.backends.base import Backend, Handle, RowOrder
+from moeloom.backends.base import Backend, Handle
 from moeloom.config import Recipe
 from moeloom.experts import Experts
 from moeloom.meter import Meter
@@ -68,7 +68,7 @@ class LayerCall:
             experts.check(self.placement.num_local(self.rank), x.shape[1])
             checks.check_weights(experts, self.recipe)
             problem, plan = self.choose(x.shape[1], experts.down.shape[2], routing.num_topk)
-            checks.check_pipeline(plan.pipeline, backend)
+            checks.check_plan(plan, backend)
             if plan.pipeline == "decode":
                 checks.check_decode(x, routing, "batched", self.recipe, self.rank, self.max_tokens)
             else:
@@ -171,7 +171,7 @@ def moe_backward(
     this = _calls[call]
     backend = this.backend()
     _, plan = this.choose(x.shape[1], tensors[1].shape[2], topk_idx.shape[1])
-    _, handle = backend.dispatch(x, Routing(topk_idx, topk_weights), this.placement, RowOrder(), plan.exchange)
+    _, handle = backend.dispatch(x, Routing(topk_idx, topk_weights), this.placement, backend.layer_rows, plan.exchange)
     experts = this.experts([*tensors, *([] if has_biases else [None, None])], wanted)
     with _autograd_in_operator():
         return this.backward(d_y, x, handle, experts)

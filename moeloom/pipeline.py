@@ -17,7 +17,7 @@ from moeloom.experts import Experts
 from moeloom.meter import Meter
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan
-from moeloom.quantize import dequantize, pack_records, quantize, unpack_received
+from moeloom.quantize import dequantize, pack_records, unpack_received
 from moeloom.schedule.chunk_graph import Stage, layer_graph
 from moeloom.schedule.execute import execute
 from moeloom.types import ExchangeName, Quantized, Received, Routing
@@ -44,7 +44,7 @@ def run_split(call: Call) -> tuple[Tensor, Handle]:
     """The stages one after the other: `x [T, H]` -> `y [T, H]`, and the handle for backward."""
     backend, plan = call.backend, call.plan
     received, handle = call.dispatch(
-        lambda payload: backend.dispatch(payload, call.routing, call.placement, RowOrder(), plan.exchange)
+        lambda payload: backend.dispatch(payload, call.routing, call.placement, backend.layer_rows, plan.exchange)
     )
     rows = call.compute(backend.experts, received)
     with call.meter.stage("combine"):
@@ -53,13 +53,13 @@ def run_split(call: Call) -> tuple[Tensor, Handle]:
 
 def run_decode(call: Call) -> tuple[Tensor, Handle]:
     """The same stages for few tokens: fixed shapes, no value read by the host."""
-    backend, plan, order = call.backend, call.plan, RowOrder("batched")
+    backend, plan, order = call.backend, call.plan, call.backend.decode_rows
     received, handle = call.dispatch(
         lambda payload: backend.begin_dispatch(payload, call.routing, call.placement, order, plan.exchange).wait()
     )
     rows = call.compute(backend.decode_experts, received)
     with call.meter.stage("combine"):
-        return backend.begin_combine(rows.flatten(0, 1), handle, call.recipe, weighted=False).wait(), handle
+        return backend.begin_combine(rows.view(-1, rows.shape[-1]), handle, call.recipe, weighted=False).wait(), handle
 
 
 def run_in_chunks(call: Call) -> tuple[Tensor, None]:
@@ -104,7 +104,7 @@ class Call:
         with self.meter.stage("dispatch", self.chunk):
             if not self.recipe.quantized:
                 return send(self.x)
-            received, handle = send(pack_records(quantize(self.x)))
+            received, handle = send(self.backend.records(self.x))
             if self.placement.num_identity:
                 handle = replace(handle, x=self.x)  # what stays here was not rounded
             return unpack_received(received, self.x.shape[1]), handle
@@ -142,9 +142,9 @@ class Part:
 
     def dispatch(self) -> None:
         """On the links."""
-        call = self.call
+        call, backend = self.call, self.call.backend
         self.received, self.handle = call.dispatch(
-            lambda rows: call.backend.dispatch(rows, call.routing, call.placement, RowOrder(), call.plan.exchange)
+            lambda rows: backend.dispatch(rows, call.routing, call.placement, backend.layer_rows, call.plan.exchange)
         )
 
     @torch.no_grad()

@@ -69,8 +69,8 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     A byte holds two E2M1 values, the lower half first. A scale is an E8M0 exponent: 2^(scale - 127), 255 is NaN. Its
     fp32 bits are put together, not computed.
     """
-    byte = torch.arange(256)
-    half = torch.tensor((*_E2M1, *(-value for value in _E2M1)))
+    byte = torch.arange(256, device=blocks.device)
+    half = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=blocks.device)
     pairs = torch.stack([half[byte & 15], half[byte >> 4]], 1)
     numbers = pairs[blocks.long()].flatten(-2)
     return numbers.mul_(decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
@@ -91,7 +91,7 @@ def record_bytes(hidden: int) -> int:
 def pack_records(rows: Quantized) -> Tensor:
     """Quantised rows `[T, H]` as uint8 records `[T, record_bytes(H)]`; unused bytes are 0."""
     num_rows, hidden = rows.values.shape
-    records = torch.zeros(num_rows, record_bytes(hidden), dtype=torch.uint8)
+    records = torch.zeros(num_rows, record_bytes(hidden), dtype=torch.uint8, device=rows.values.device)
     unpacked = unpack_records(records, hidden)
     unpacked.values.copy_(rows.values)
     unpacked.scales.copy_(rows.scales)

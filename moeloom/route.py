@@ -94,16 +94,20 @@ class Router:
         Raises ValueError for a wrong shape or dtype, for E that num_groups does not divide, and if the chosen groups
         hold fewer than num_topk experts.
         """
-        _check_logits(logits)
-        num_experts = logits.shape[1]
-        self.check_num_experts(num_experts)
-        if bias is not None and bias.shape != (num_experts,):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [E], here [{num_experts}]")
+        self.check(logits, bias)
         scores = self.scores(logits)
         with torch.no_grad():
             choice = scores if bias is None else scores + bias.float()
             ids = self.choose(choice)
         return Routing(ids, self.weigh(scores, ids))
+
+    def check(self, logits: Tensor, bias: Tensor | None) -> None:
+        """Raise ValueError unless these can be routed."""
+        _check_logits(logits)
+        num_experts = logits.shape[1]
+        self.check_num_experts(num_experts)
+        if bias is not None and bias.shape != (num_experts,):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [E], here [{num_experts}]")
 
     def check_num_experts(self, num_experts: int) -> None:
         """Raise ValueError unless groups and top-k fit that many experts."""

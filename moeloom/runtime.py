@@ -38,7 +38,7 @@ from moeloom.topology import Topology
 from moeloom.types import Order, Overflow, Quantized, Received, Routing
 
 log = logging.getLogger("moeloom")
-BACKENDS = ("auto", "cpu")
+BACKENDS = ("auto", "cpu", "sm90")
 MAX_LAYER_CALLS = 64  # an activation or placement made anew in every step must not add up
 
 
@@ -49,7 +49,8 @@ class Runtime:
         default group (this process alone if there is none). The Runtime makes a private group of its own beside it.
     topology: which ranks share a node; None asks the machine (or the environment variable MOELOOM_NODE).
     max_tokens: the most tokens any rank will pass. Memory is then sized for it at the first call; None grows as needed.
-    backend: "auto" or "cpu".
+    backend: "cpu" (tensors on the CPU), "sm90" (on this process's current GPU, an H100 or H200), or "auto": "sm90"
+        where there is such a GPU and the group is not one for CPUs only.
     timeout: seconds after which a rank that does not come is an error, `PeerTimeout`.
 
     Construction and every operation are collective: all ranks of the group, in the same order. Use it as a context
@@ -71,21 +72,23 @@ class Runtime:
             _check_arguments(num_ranks, topology, max_tokens, backend, timeout)
         except Exception as error:
             raise self._peers.refuse(error) from None
+        backend = _backend_name(backend, group)
         announced = self._peers.gather(
             "arrival",
             {
                 "node": env.declared_node() or socket.gethostname(),
                 "max_tokens": max_tokens,
+                "backend": backend,
                 "topology": None if topology is None else [list(ranks) for ranks in topology.nodes],
-                **machine_cache.announcement(rank),
+                **machine_cache.announcement(rank, backend),
             },
         )
         _refuse_differences(announced)
         self.topology = topology or Topology.from_names([record["node"] for record in announced])
         self.rank, self.max_tokens = rank, max_tokens
-        self._backend: Backend = CpuBackend(self._peers, store, self.topology, max_tokens)
+        self._backend = _make_backend(announced, self._peers, store, self.topology, max_tokens)
         self._meter = Meter(self._backend.traffic, rank)
-        self._planner = Planner(machine_cache.setting(announced, self.topology))
+        self._planner = Planner(machine_cache.setting(announced, self.topology, self._backend))
         self._closed, self._process = False, os.getpid()
         self._even: dict[int, Placement] = {}
         self._calls: dict[tuple, LayerCall] = {}
@@ -112,7 +115,8 @@ class Runtime:
         with _poisoned_on_failure(out):
             with self.refusing("dispatch"):
                 tensors = (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
-                checks.check_devices(x, routing)
+                idx, weights = routing.topk_idx, routing.topk_weights
+                checks.check_devices(self._open(), x=x, topk_idx=idx, topk_weights=weights, **experts.tensors())
                 recipe = recipe or recipe_for(x.dtype)
                 checks.check_out(out, x)
                 call = self.layer_call(experts, recipe, plan, tokens_hint)
@@ -159,6 +163,7 @@ class Runtime:
                 x, routing, placement, RowOrder(order, alignment, capacity, overflow), plan, async_op
             )
         with self.refusing("dispatch"):
+            self._check_devices(x, routing)
             given = checks.check_given(x, None)
             checks.check_async(async_op, "split")
             if isinstance(routing, Handle):
@@ -205,6 +210,7 @@ class Runtime:
             with self.refusing("combine"):
                 recipe = recipe or recipe_for(rows.dtype)
                 checks.check_handle(handle, self._open())
+                checks.check_devices(self._open(), rows=rows)
                 flat = checks.check_combine(rows, handle, recipe, weighted)
                 checks.check_out(out, flat.new_empty((handle.num_tokens, flat.shape[1]), device="meta"))
                 checks.check_async(async_op, handle.pipeline)
@@ -234,6 +240,7 @@ class Runtime:
         with self.refusing("dispatch"):
             if isinstance(x, Quantized):
                 raise CapabilityError("x is quantised; the decode pipeline takes unquantised rows, the split one both")
+            self._check_devices(x, routing)
             checks.check_rows(x, None, "x")
             if isinstance(routing, Handle):
                 checks.check_handle(routing, self._open())
@@ -320,6 +327,11 @@ class Runtime:
             raise MoeloomError("this Runtime is closed")
         return self._backend
 
+    def _check_devices(self, x: Tensor | Quantized, routing: Routing | Handle) -> None:
+        given = routing.routing if isinstance(routing, Handle) else routing
+        tensors = {"topk_idx": given.topk_idx, "topk_weights": given.topk_weights}
+        checks.check_devices(self._open(), x=x, **tensors)
+
     def _placement(self, placement: Placement | int | None, num_local: int) -> Placement:
         """The placement meant: given, even over that many experts, or `num_local` experts on every rank."""
         num_ranks = self.topology.num_ranks
@@ -384,6 +396,8 @@ def _check_arguments(
     """Raise unless a Runtime can be made so."""
     if backend not in BACKENDS:
         raise CapabilityError(f"backend {backend!r} is not in this version; allowed: {', '.join(BACKENDS)}")
+    if backend == "sm90" and not torch.cuda.is_available():
+        raise CapabilityError("backend 'sm90' needs an H100 or H200; found: no GPU that torch can use")
     if max_tokens is not None and max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, or None to grow as needed")
     if not timeout > 0:
@@ -392,9 +406,32 @@ def _check_arguments(
         raise ValueError(f"topology is for {topology.num_ranks} ranks; the group has {num_ranks}")
 
 
+def _backend_name(backend: str, group: Any) -> str:
+    """What "auto" means here: GPUs that the kernels are for, unless the group is for CPUs only."""
+    if backend != "auto":
+        return backend
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        return "cpu"
+    if group != "self" and dist.is_initialized():
+        given = group if isinstance(group, ProcessGroup) else None
+        if "nccl" not in dist.get_backend_config(given):
+            return "cpu"
+    return "sm90"
+
+
+def _make_backend(
+    announced: list[dict], peers: Peers, store: Store | None, topology: Topology, max_tokens: int | None
+) -> Backend:
+    if announced[0]["backend"] == "cpu":
+        return CpuBackend(peers, store, topology, max_tokens)
+    from moeloom.backends.sm90.backend import Sm90Backend  # its kernels are of no use without a GPU
+
+    return Sm90Backend(peers, store, topology, max_tokens)
+
+
 def _refuse_differences(announced: list[dict]) -> None:
     """The same error on every rank if ranks were constructed differently."""
-    for name in ("max_tokens", "topology"):
+    for name in ("max_tokens", "topology", "backend"):
         first = announced[0][name]
         for rank, record in enumerate(announced):
             if record[name] != first:

@@ -27,6 +27,7 @@ from moeloom.cli.app import app
 from moeloom.cli.doctor import Finding
 from moeloom.cli.findings import as_json, print_findings, verdict
 from moeloom.errors import CapabilityError
+from tests.support.nvrtc import needs_nvrtc
 
 ROOT = Path(__file__).parent.parent
 OK = Finding("python", "ok", "3.12.1")
@@ -229,20 +230,99 @@ def test_ranks_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.state == "problem" and "cannot start ranks: xxx" in finding.found and len(finding.found) < 400
 
 
-def test_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    driver = tmp_path / "version"
-    monkeypatch.setattr(doctor, "DRIVER", driver)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "no NVIDIA driver" in doctor.check_gpus().found
-    driver.write_text(
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version:\n"
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where the driver says its version; there is none yet."""
+    monkeypatch.setattr(doctor, "DRIVER", tmp_path / "version")
+    return tmp_path / "version"
+
+
+def say_driver(file: Path, version: str) -> None:
+    file.write_text(
+        f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {version}  Release Build\nGCC version:\n"
     )
-    assert doctor.check_gpus().found.startswith("driver 570.86.15 is there, but torch")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    assert doctor.check_gpus().found == "2: NVIDIA H200; not used in this version"
+
+
+def fake_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int], apart: tuple[tuple, ...] = ()) -> None:
+    """As many GPUs; those pairs (from, to) do not reach each other."""
+
+    def properties(gpu: int) -> SimpleNamespace:
+        major, minor = capabilities[gpu]
+        return SimpleNamespace(name=f"GPU of {major}", major=major, minor=minor, total_memory=140 << 30)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capabilities[gpu])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: (one, other) not in apart)
+
+
+def test_no_gpus(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+    fake_gpus(monkeypatch)
+    assert "no NVIDIA driver" in doctor.check_gpus().found and doctor.check_gpus().state == "note"
+    assert doctor.check_peer_access() == doctor.check_driver() == doctor.check_kernels() == []
+    say_driver(driver, "570.86.15")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    finding = doctor.check_gpus()
+    assert finding.found == "driver 570.86.15 is there, but torch is a CPU build" and "CUDA build" in finding.advice
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    finding = doctor.check_gpus()
+    assert "torch cannot use it" in finding.found and "CUDA 13.0 may need a newer driver" in finding.advice
     assert all(check().state in ("ok", "note") for check in (doctor.check_nccl, doctor.check_nvrtc, doctor.check_gpus))
+
+
+def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, (9, 0), (9, 0), (8, 0))
+    expected = "2 x GPU of 9 (sm_90, 140 GiB), 1 x GPU of 8 (sm_80, 140 GiB)"
+    assert doctor.check_gpus() == Finding("gpus", "ok", expected)
+    fake_gpus(monkeypatch, (10, 0))
+    finding = doctor.check_gpus()
+    assert finding.state == "note" and finding.found == "1 x GPU of 10 (sm_100, 140 GiB): none that has kernels"
+    assert "sm_90a" in finding.advice and doctor.check_kernels() == doctor.check_driver() == []
+
+
+def test_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpus(monkeypatch, (9, 0))
+    assert doctor.check_peer_access() == []
+    fake_gpus(monkeypatch, (9, 0), (9, 0), (8, 0), (9, 0), apart=((0, 2), (0, 3), (3, 1)))
+    (finding,) = doctor.check_peer_access()
+    assert finding.state == "note" and finding.found == "missing between GPUs 0-3, 1-3" and "topo" in finding.advice
+    fake_gpus(monkeypatch, (9, 0), (9, 0), (9, 0))
+    assert doctor.check_peer_access() == [Finding("peer access", "ok", "between all 3 GPUs")]
+
+
+def test_driver(monkeypatch: pytest.MonkeyPatch, driver: Path) -> None:
+    fake_gpus(monkeypatch, (9, 0))
+    assert doctor.check_driver() == []
+    say_driver(driver, "580.159.04")
+    assert doctor.check_driver() == [Finding("driver", "ok", "580.159.04")]
+    say_driver(driver, "575.1.02")
+    (finding,) = doctor.check_driver()
+    assert finding.state == "note" and "driver 580 or newer" in finding.advice
+
+
+def test_the_gpu_extra_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise CapabilityError("kernels are compiled by NVRTC 13, found: No module named 'cuda'")
+
+    monkeypatch.setattr(doctor.compiler, "version", missing)
+    monkeypatch.setattr(doctor, "package_version", lambda _: None)
+    monkeypatch.setattr(doctor.jit, "declared_in", lambda _: [])
+    monkeypatch.setattr(doctor.jit, "prewarm", lambda _: missing())
+    fake_gpus(monkeypatch)
+    finding = doctor.check_nvrtc()
+    assert finding.state == "note" and finding.found.startswith("cuda-bindings is not installed: ")
+    assert finding.advice == "only for GPUs: pip install 'moeloom[gpu]'"
+    fake_gpus(monkeypatch, (9, 0))
+    assert doctor.check_nvrtc().advice.startswith("pip install 'moeloom[gpu]': it lets kernels run")
+    (finding,) = doctor.check_kernels()
+    assert finding.state == "note" and "No module named 'cuda'" in finding.found and "moeloom[gpu]" in finding.advice
+
+
+@needs_nvrtc
+def test_versions_of_the_compiler() -> None:
+    finding = doctor.check_nvrtc()
+    assert finding.state == "ok" and re.search(r"V\d+\.\d+\S*, cuda-bindings \d+\.\d+", finding.found)
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

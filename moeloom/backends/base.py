@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from moeloom.config import Recipe
@@ -18,12 +19,17 @@ from moeloom.types import ExchangeName, Order, Overflow, Received, Routing
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How dispatch lays out the rows it brings; see `Runtime.dispatch`."""
+    """How dispatch lays out the rows it brings; see `Runtime.dispatch`.
+
+    exact: without a capacity, as many rows as come. False, within a layer: a backend that would have to wait for their
+    number may give more, unused ones behind them, and leave out of `Received` what its own stages do not read.
+    """
 
     order: Order = "expert"
     alignment: int = 1
     capacity: int | None = None
     overflow: Overflow = "error"
+    exact: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +94,15 @@ class Backend(Protocol):
     """One way to do the stages on one kind of hardware. A backend that cannot do what is asked raises."""
 
     name: str
+    device: torch.device
     pipelines: tuple[str, ...]
+    overlaps_chunks: bool
+    layer_rows: RowOrder
+    decode_rows: RowOrder
     traffic: Traffic
+
+    def records(self, x: Tensor) -> Tensor:
+        """Rows quantised, as they travel: what `pack_records(quantize(x))` gives."""
 
     def dispatch(
         self, x: Tensor, routing: Routing | Handle, placement: Placement, rows: RowOrder, exchange: ExchangeName

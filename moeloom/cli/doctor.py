@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
 import socket
 import sys
 import tempfile
+import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from moeloom import env
+import moeloom.backends
+from moeloom import env, jit
 from moeloom.backends.shared_memory import SharedFile
+from moeloom.backends.sm90.probe import gpus_with_kernels, reach
+from moeloom.errors import MoeloomError
 from moeloom.experts import Experts
+from moeloom.jit import compiler
+from moeloom.jit.bindings import INSTALL
+from moeloom.jit.source import ARCHITECTURE
 from moeloom.launch import RankPool
 from moeloom.route import Router
 from moeloom.runtime import Runtime
 from moeloom.topology import Topology
 
 MIN_PYTHON, MIN_TORCH, MIN_TRANSFORMERS = (3, 11), (2, 11), (5, 23)
+MIN_DRIVER = 580  # of CUDA 13
 MIN_SHARED_BYTES = 64 << 20  # what docker gives without --shm-size
 TEST_BYTES = 1 << 20
 MAX_TEMPORARY_PATH = 107 - len("/pymp-12345678/listener-12345678")  # what multiprocessing puts behind it
@@ -53,7 +61,7 @@ def examine(ranks: int = 2) -> list[Finding]:
     basics += [check_shared_memory(), check_temporary_folder(), check_host(), check_interface()]
     first = next((finding for finding in basics if finding.state == "problem"), None)
     tried = Finding("ranks", "note", f"not tried: see {first.name}") if first else check_ranks()
-    accelerators = [check_gpus(), check_nccl(), check_nvrtc()]
+    accelerators = [check_gpus(), *check_peer_access(), *check_driver(), check_nvrtc(), *check_kernels(), check_nccl()]
     findings = [*basics, tried, *accelerators, check_cache(), *check_extras()]
     return [*findings, check_backend(works(findings))]
 
@@ -232,16 +240,88 @@ def run_small_layers() -> None:
 
 
 def check_gpus() -> Finding:
-    """GPUs, which this version does not use."""
+    """GPUs, and whether kernels are written for them."""
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        return Finding("gpus", "note", f"{len(names)}: {', '.join(sorted(set(names)))}; not used in this version")
-    try:
-        driver = re.findall(r"\d+(?:\.\d+)+", DRIVER.read_text())[0]
-    except (OSError, IndexError):
+        kinds = Counter(_kind_of_gpu(gpu) for gpu in range(torch.cuda.device_count()))
+        found = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        if gpus_with_kernels():
+            return Finding("gpus", "ok", found)
+        advice = f"nothing: the CPU is used; kernels are written for {ARCHITECTURE}, an H100 or H200"
+        return Finding("gpus", "note", f"{found}: none that has kernels", advice)
+    driver = driver_version()
+    if not driver:
         return Finding("gpus", "note", "none: no NVIDIA driver; none needed")
-    reason = "torch cannot use it" if torch.version.cuda else "torch is a CPU build"
-    return Finding("gpus", "note", f"driver {driver} is there, but {reason}; not used in this version")
+    if not torch.version.cuda:
+        advice = "if its GPUs are to be used, install a CUDA build of torch; PyPI's for Linux is one"
+        return Finding("gpus", "note", f"driver {driver} is there, but torch is a CPU build", advice)
+    advice = f"see `nvidia-smi`; torch's CUDA {torch.version.cuda} may need a newer driver, a container --gpus all"
+    return Finding("gpus", "note", f"driver {driver} is there, but torch cannot use it", advice)
+
+
+def _kind_of_gpu(gpu: int) -> str:
+    properties = torch.cuda.get_device_properties(gpu)
+    return f"{properties.name} (sm_{properties.major}{properties.minor}, {_size(properties.total_memory)})"
+
+
+def check_peer_access() -> list[Finding]:
+    """Which GPUs cannot reach each other's memory."""
+    gpus = gpus_with_kernels()
+    if len(gpus) < 2:
+        return []
+    apart = [f"{one}-{other}" for one in gpus for other in gpus if one < other and not reach(one, other)]
+    if apart:
+        advice = "kernels need NVLink or peer access over PCIe; see `nvidia-smi topo -p2p r`, and IOMMU or ACS settings"
+        return [Finding("peer access", "note", f"missing between GPUs {', '.join(apart)}", advice)]
+    return [Finding("peer access", "ok", f"between all {len(gpus)} GPUs")]
+
+
+def driver_version(file: Path | None = None) -> str:
+    """NVIDIA's driver, such as "580.159.04"; empty if there is none."""
+    try:
+        return re.findall(r"\d+(?:\.\d+)+", (file or DRIVER).read_text())[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def check_driver() -> list[Finding]:
+    """NVIDIA's driver, where there are GPUs with kernels."""
+    version = driver_version()
+    if not gpus_with_kernels() or not version:
+        return []
+    if _numbers(version)[0] < MIN_DRIVER:
+        return [Finding("driver", "note", version, f"kernels need CUDA 13: install driver {MIN_DRIVER} or newer")]
+    return [Finding("driver", "ok", version)]
+
+
+def check_nvrtc() -> Finding:
+    """NVIDIA's Python bindings and NVRTC, which compile and launch kernels."""
+    bindings, wanted = package_version("cuda-bindings"), bool(gpus_with_kernels())
+    try:
+        found = f"{compiler.version()}, cuda-bindings {bindings or 'of unknown version'}"
+    except MoeloomError as error:
+        advice = f"{INSTALL}: it lets kernels run on the GPUs here" if wanted else f"only for GPUs: {INSTALL}"
+        return Finding("nvrtc", "note", f"cuda-bindings {bindings or 'is not installed'}: {_one_line(error)}", advice)
+    return Finding("nvrtc", "ok", found)
+
+
+def check_kernels() -> list[Finding]:
+    """Compile every kernel and load it on each GPU, where there are GPUs with kernels."""
+    gpus = gpus_with_kernels()
+    if not gpus:
+        return []
+    start = time.perf_counter()
+    try:
+        binaries = jit.prewarm(declared.source for declared in jit.declared_in(moeloom.backends))
+        compiled = time.perf_counter() - start
+        for gpu in gpus:
+            for binary in binaries:
+                jit.load(binary, torch.device("cuda", gpu))
+    except Exception as error:
+        advice = f"see nvrtc and driver above; {INSTALL}; without kernels the CPU is used"
+        kind = "" if isinstance(error, MoeloomError) else f"{type(error).__name__}: "
+        return [Finding("kernels", "note", f"do not run: {kind}{_one_line(error)}", advice)]
+    number = sum(len(binary.kernels) for binary in binaries)
+    return [Finding("kernels", "ok", f"{number} compiled (or found compiled) in {compiled:.1f} s, loaded on all GPUs")]
 
 
 def check_nccl() -> Finding:
@@ -251,26 +331,16 @@ def check_nccl() -> Finding:
     return Finding("nccl", "ok", f"{_dotted(torch.cuda.nccl.version())}; not used in this version")
 
 
-def check_nvrtc() -> Finding:
-    """NVRTC's Python binding, for a later backend."""
-    try:
-        there = importlib.util.find_spec("cuda.bindings.nvrtc") is not None
-    except ImportError:
-        there = False
-    found = "cuda.bindings is installed" if there else "no cuda.bindings"
-    return Finding("nvrtc", "ok" if there else "note", f"{found}; not used in this version")
-
-
 def check_cache() -> Finding:
-    """Where a backend that compiles would keep its kernels."""
+    """Where compiled kernels and the measured machine are kept."""
     folder = env.cache_home()
     there = folder
     while not os.path.exists(there) and os.path.dirname(there) != there:
         there = os.path.dirname(there)
     if there == "/" or not os.path.isabs(folder) or not os.access(there, os.W_OK):
-        advice = "nothing for this version, which compiles nothing; other programs want XDG_CACHE_HOME or HOME set"
+        advice = "set XDG_CACHE_HOME or HOME; until then `moeloom measure` keeps nothing and each process compiles"
         return Finding("cache folder", "note", f"{folder} cannot be made or written", advice)
-    return Finding("cache folder", "ok", f"{folder}; not used in this version")
+    return Finding("cache folder", "ok", f"{folder}: for compiled kernels and the measured machine")
 
 
 def check_extras() -> list[Finding]:

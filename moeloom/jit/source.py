@@ -16,6 +16,7 @@ OPTIONS = (
     "--fmad=false",
     "--device-as-default-execution-space",
     "--ptxas-options=-v",  # registers, spills and stack into the log
+    "--no-cache",  # what NVRTC takes from its own cache comes without that log
 )
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 

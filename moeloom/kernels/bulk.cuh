@@ -48,6 +48,16 @@ __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes
                  : "memory");
 }
 
+// The same for what is not read again soon: it leaves the second-level cache before what is.
+__device__ __forceinline__ void bulk_store_streaming(void* to, const void* from, u32 bytes) {
+    asm volatile(
+        "{ .reg .b64 first_out;\n createpolicy.fractional.L2::evict_first.b64 first_out, 1.0;\n"
+        " cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, first_out;\n"
+        " cp.async.bulk.commit_group; }" ::"l"(to),
+        "r"(shared_address(from)), "r"(bytes)
+        : "memory");
+}
+
 // This thread's stores have read their shared memory: it may be overwritten.
 __device__ __forceinline__ void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 

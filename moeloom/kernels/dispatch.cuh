@@ -29,6 +29,7 @@ constexpr u64 ROUTE_AHEAD_NS = 100'000'000;
 constexpr int ROUTE_WARPS = 8, PUSH_WARPS = 6, FAN_WARPS = 6, COPY_WARPS = PUSH_WARPS + FAN_WARPS;
 constexpr int DISPATCH_THREADS = 32 * (ROUTE_WARPS + COPY_WARPS);
 constexpr int ROUTERS = 32 * ROUTE_WARPS;
+constexpr int COUNTERS = ROUTERS - 32;  // of them: while these sum up the counts, the last warp takes in the pairs
 
 // What one source has at one receiver, in each of two banks: offsets in bytes from the receiver's symmetric memory.
 struct DispatchSpace {
@@ -57,7 +58,8 @@ struct DispatchParams {
     int* expert_start;   // [local + 1]
     int* expert_rows;    // [local]
     int* tokens_of_rank; // [ranks]
-    int* problems;       // [4]: pairs without room; 1 + row, slot and value of the first wrong id, kept until read
+    int* problems;       // [4], perhaps of the host: pairs without room, added up over launches that have any; 1 + row,
+                         // slot and low half of a wrong id, the first that is met once the host has set 1 + row to 0
     DispatchSpace space;
     i64 x_stride;
     i64 timeout_ns;
@@ -107,33 +109,55 @@ __device__ __forceinline__ int own_tokens(const DispatchParams& p) {
 
 // ---- ROUTE
 
-__device__ __forceinline__ int checked_home(const DispatchParams& p, const DispatchShared& s, i64 pair) {
-    const i64 id = read_id(p, pair);
+// One of a launch at most, and not over one that the host has yet to see.
+__device__ __forceinline__ void report_id(const DispatchParams& p, u32 epoch, i64 id, int pair) {
+    volatile int* found = p.problems + 1;
+    if (atomicExch(&p.state->wrong_ids, epoch) == epoch || found[0]) return;
+    found[1] = pair % p.num_topk;
+    found[2] = (int)id;
+    __threadfence_system();
+    found[0] = 1 + pair / p.num_topk;
+}
+
+__device__ __forceinline__ int checked_home(const DispatchParams& p, const DispatchShared& s, u32 epoch, i64 id,
+                                            i64 pair) {
     if (id >= 0 && id < p.num_experts) return s.homes[id];
-    if (id != -1 && atomicCAS(&p.problems[1], 0, 1 + (int)pair / p.num_topk) == 0) {
-        p.problems[2] = (int)pair % p.num_topk;
-        p.problems[3] = (int)max(min(id, (i64)0x7fffffff), -(i64)0x7fffffff);
-    }
+    if (id != -1) report_id(p, epoch, id, (int)pair);
     return NOWHERE;
 }
 
+// Two pairs of one thread, which share a word.
+struct TwoPairs {
+    i64 id[2];
+    float weight[2];
+};
+
+// Of a chunk whose pairs are [first, first + pairs).
+__device__ __forceinline__ TwoPairs read_pairs(const DispatchParams& p, i64 first, int i, int pairs) {
+    TwoPairs two;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        two.id[j] = i + j < pairs ? read_id(p, first + i + j) : -1;
+        two.weight[j] = i + j < pairs ? p.topk_weights[first + i + j] : 0.0f;
+    }
+    return two;
+}
+
 // Every word goes to every rank: those of several ranks are under way together, and nothing waits for them.
-__device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShared& s, u32 epoch, int chunk, int begin,
-                                           int end) {
-    const int thread = threadIdx.x, pairs = (end - begin) * p.num_topk;
-    const i64 mine = p.rank * p.space.source_bytes, first = (i64)begin * p.num_topk;
+__device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShared& s, u32 epoch, int chunk, i64 first,
+                                           int pairs, TwoPairs two) {
+    const int thread = threadIdx.x;
+    const i64 mine = p.rank * p.space.source_bytes;
 #pragma unroll 1
     for (int i = thread; i < p.num_ranks * p.num_local; i += ROUTERS) s.shown[i] = 0;
     sync_threads(1, ROUTERS);
 #pragma unroll 1
     for (int i = 2 * thread; i < pairs; i += 2 * ROUTERS) {
-        u32 home[2] = {NOWHERE, NOWHERE};
-        float weight[2] = {0.0f, 0.0f};
+        if (i != 2 * thread) two = read_pairs(p, first, i, pairs);
+        u32 home[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            if (i + j >= pairs) continue;
-            weight[j] = p.topk_weights[first + i + j];
-            home[j] = checked_home(p, s, first + i + j);
+            home[j] = checked_home(p, s, epoch, two.id[j], first + i + j);
             if (home[j] != NOWHERE) atomicAdd(&s.shown[home[j] / MAX_LOCAL * p.num_local + home[j] % MAX_LOCAL], 1);
         }
 #pragma unroll 1
@@ -142,7 +166,7 @@ __device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShar
 #pragma unroll
             for (int j = 0; j < 2; ++j) slots |= (home[j] / MAX_LOCAL == r ? home[j] % MAX_LOCAL : NOWHERE) << 16 * j;
             char* to = s.peers[r] + mine + p.space.pairs + (first + i) * 8;
-            store_word(to, __float_as_uint(weight[0]), __float_as_uint(weight[1]), slots, epoch);
+            store_word(to, __float_as_uint(two.weight[0]), __float_as_uint(two.weight[1]), slots, epoch);
         }
     }
     sync_threads(1, ROUTERS);
@@ -161,19 +185,35 @@ __device__ __forceinline__ void show_chunk(const DispatchParams& p, DispatchShar
     }
 }
 
-__device__ __forceinline__ void show_routing(const DispatchParams& p, DispatchShared& s, u32 epoch) {
-    const int thread = threadIdx.x, tokens = own_tokens(p), size = chunk_tokens(tokens);
-    const int chunks = max(num_chunks(tokens), 1);  // an idle rank shows that it is
-    while (s.chunk < chunks) {
-        const int chunk = s.chunk, begin = chunk * size;
+// Own tokens in chunks.
+struct Chunks {
+    int tokens, size, count;
+};
+
+__device__ __forceinline__ Chunks own_chunks(const DispatchParams& p) {
+    const int tokens = own_tokens(p);
+    return {tokens, chunk_tokens(tokens), max(num_chunks(tokens), 1)};  // an idle rank shows that it is
+}
+
+__device__ __forceinline__ TwoPairs first_pairs(const DispatchParams& p, const Chunks& own, int chunk) {
+    const int pairs = min(own.size, own.tokens - chunk * own.size) * p.num_topk;
+    return read_pairs(p, (i64)chunk * own.size * p.num_topk, 2 * threadIdx.x, pairs);
+}
+
+__device__ __forceinline__ void show_routing(const DispatchParams& p, DispatchShared& s, u32 epoch, const Chunks& own,
+                                             TwoPairs two) {
+    const int thread = threadIdx.x;
+    while (s.chunk < own.count) {
+        const int chunk = s.chunk, pairs = min(own.size, own.tokens - chunk * own.size) * p.num_topk;
         if (chunk == 0 && thread < p.num_ranks)
-            store_number(s.peers[thread] + p.rank * p.space.source_bytes + p.space.shown, tokens, epoch);
+            store_number(s.peers[thread] + p.rank * p.space.source_bytes + p.space.shown, own.tokens, epoch);
         int next = 0;
         if (thread == 0) next = atomicAdd(&p.state->tickets[0].value, 1);
-        show_chunk(p, s, epoch, chunk, min(begin, tokens), min(begin + size, tokens));
+        show_chunk(p, s, epoch, chunk, (i64)chunk * own.size * p.num_topk, pairs, two);
         sync_threads(1, ROUTERS);
         if (thread == 0) s.chunk = next;
         sync_threads(1, ROUTERS);
+        two = first_pairs(p, own, s.chunk);
     }
 }
 
@@ -199,7 +239,7 @@ __device__ __forceinline__ void await_tokens(const DispatchParams& p, DispatchSh
 __device__ __forceinline__ void sum_counts(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline, int ahead) {
     constexpr int BATCH = 4;  // words under way per thread
     const int thread = threadIdx.x, words = count_words(p.num_local), chunks = s.first[p.num_ranks];
-    const int lines = ROUTERS / words, line = thread / words, word = thread % words;
+    const int lines = COUNTERS / words, line = thread / words, word = thread % words;
     const char* from = s.peers[p.rank] + p.space.counts + word * 16;
     if (line >= lines) return;
     int total[WORD_COUNTS] = {}, before[WORD_COUNTS] = {};
@@ -243,12 +283,44 @@ __device__ __forceinline__ void sum_counts(const DispatchParams& p, DispatchShar
     }
 }
 
+// Which slot and weight each pair of the chunk has.
+__device__ __forceinline__ void take_pairs(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline,
+                                           const char* from, int source, int pairs) {
+    constexpr int BATCH = 4;  // words under way per lane
+#pragma unroll 1
+    for (int begin = 2 * lane_id(); begin < pairs; begin += 64 * BATCH) {
+        Vector v[BATCH];
+        wait_while(p.state, deadline, 1, [&] {
+            int missing = -1;
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j) v[j] = load_word(from + min(begin + 64 * j, (pairs - 1) / 2 * 2) * 8);
+#pragma unroll
+            for (int j = 0; j < BATCH; ++j)
+                if (v[j].w != epoch) missing = source;
+            return missing;
+        });
+#pragma unroll
+        for (int j = 0; j < BATCH; ++j) {
+            const int i = begin + 64 * j;
+            if (i >= pairs) continue;
+            const bool good = v[j].w == epoch;
+            s.slots[i] = good ? v[j].z & 0xffff : NOWHERE;
+            s.slots[i + 1] = good ? v[j].z >> 16 : NOWHERE;
+            s.weights[i] = __uint_as_float(v[j].x);
+            s.weights[i + 1] = __uint_as_float(v[j].y);
+        }
+    }
+}
+
 // By one warp: where each expert's rows begin, and how many of them there is room for. Returns how many there is not.
 __device__ __forceinline__ int lay_out(const DispatchParams& p, DispatchShared& s) {
     const int lane = lane_id(), each = (p.num_local + 31) / 32, begin = min(lane * each, p.num_local);
     const int end = min(begin + each, p.num_local);
+    const int each_has = p.batched ? p.capacity / p.num_local : 0;
+    const bool is_power = (p.alignment & (p.alignment - 1)) == 0;
     auto room = [&](int rows) {
-        return p.batched ? p.capacity / p.num_local : (rows + p.alignment - 1) / p.alignment * p.alignment;
+        const int most = rows + p.alignment - 1;
+        return p.batched ? each_has : is_power ? most & -p.alignment : most / p.alignment * p.alignment;
     };
     int mine = 0, dropped = 0;
 #pragma unroll 1
@@ -326,6 +398,15 @@ __device__ __forceinline__ void place_pairs(const DispatchParams& p, DispatchSha
     }
 }
 
+__device__ __forceinline__ void clear_counts(const DispatchParams& p, DispatchShared& s) {
+#pragma unroll 1
+    for (int e = threadIdx.x; e < p.num_local; e += ROUTERS) {
+        s.count[e] = s.before[e] = 0;
+#pragma unroll 1
+        for (int warp = 0; warp < ROUTE_WARPS; ++warp) s.seen[warp][e] = 0;
+    }
+}
+
 __device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline, int item,
                                            int items) {
     const int thread = threadIdx.x;
@@ -346,29 +427,15 @@ __device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShar
         ahead = s.first[source] + chunk;
     }
     const int stretch = (pairs + ROUTERS - 1) / ROUTERS * 32;  // of each warp
-#pragma unroll 1
-    for (int e = thread; e < p.num_local; e += ROUTERS) {
-        s.count[e] = s.before[e] = 0;
-#pragma unroll 1
-        for (int warp = 0; warp < ROUTE_WARPS; ++warp) s.seen[warp][e] = 0;
-    }
-#pragma unroll 1
-    for (int i = 2 * thread; i < pairs; i += 2 * ROUTERS) {
-        const char* at = from + p.space.pairs + (begin + i) * 8;
-        Vector word;
-        wait_while(p.state, deadline, 1, [&] { return (word = load_word(at)).w == epoch ? -1 : source; });
-        const bool good = word.w == epoch;
-        s.slots[i] = good ? word.z & 0xffff : NOWHERE;
-        s.slots[i + 1] = good ? word.z >> 16 : NOWHERE;
-        s.weights[i] = __uint_as_float(word.x);
-        s.weights[i + 1] = __uint_as_float(word.y);
-    }
+    if (thread < COUNTERS)
+        sum_counts(p, s, epoch, deadline, ahead);
+    else
+        take_pairs(p, s, epoch, deadline, from + p.space.pairs + begin * 8, source, pairs);
     sync_threads(1, ROUTERS);
-    sum_counts(p, s, epoch, deadline, ahead);
-    sync_threads(1, ROUTERS);
-    if (thread < 32) {
+    if (thread >= COUNTERS) {
         const int dropped = lay_out(p, s);
-        if (item == 0 && thread == 0) p.problems[0] = dropped;
+        volatile int* all_dropped = p.problems;
+        if (item == 0 && dropped > 0 && thread == COUNTERS) *all_dropped = *all_dropped + dropped;
     }
     count_earlier(s, stretch, pairs);
     sync_threads(1, ROUTERS);
@@ -383,9 +450,11 @@ __device__ __forceinline__ void place_item(const DispatchParams& p, DispatchShar
     if (thread < p.num_ranks) p.tokens_of_rank[thread] = s.tokens[thread];
 }
 
-__device__ __forceinline__ void route(const DispatchParams& p, DispatchShared& s, u32 epoch, u64 deadline) {
+__device__ __forceinline__ void route(const DispatchParams& p, DispatchShared& s, const Chunks& own, const TwoPairs& two,
+                                      u32 epoch, u64 deadline) {
     const int thread = threadIdx.x;
-    show_routing(p, s, epoch);
+    show_routing(p, s, epoch, own, two);
+    clear_counts(p, s);
     if (thread < 32) {
         await_tokens(p, s, epoch, deadline);
         arrive_threads(2, 32 * (1 + FAN_WARPS));
@@ -399,6 +468,7 @@ __device__ __forceinline__ void route(const DispatchParams& p, DispatchShared& s
         place_item(p, s, epoch, deadline, item, items);
         sync_threads(1, ROUTERS);
         if (thread == 0) s.item = next;
+        clear_counts(p, s);
         sync_threads(1, ROUTERS);
     }
     if (thread == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
@@ -412,99 +482,149 @@ struct Stage {
     u32 phase;
 };
 
+// By one lane, into a stage that is free.
+__device__ __forceinline__ void begin_load(const Stage& stage, const char* from, int bytes) {
+    announce(stage.full, bytes);
+    bulk_load(stage.data, from, bytes, stage.full);
+}
+
+// Once the stores of what the stage holds have read it.
+__device__ __forceinline__ void load_piece(const Stage& stage, const char* from, int bytes) {
+    await_stores_read();
+    __syncwarp();
+    if (lane_id() == 0) begin_load(stage, from, bytes);
+}
+
+__device__ __forceinline__ void await_piece(Stage& stage) {
+    await_bytes(stage.full, stage.phase);
+    stage.phase ^= 1;
+}
+
+// To the place that each lane has for the row, null if none: a local one, or one in the staging area of a peer, who reads
+// it again at once. `there`: the stage holds the first piece already.
+__device__ __forceinline__ void copy_row(Stage& stage, const char* from, int row_bytes, char* to, bool there,
+                                         bool local = true) {
+#pragma unroll 1
+    for (int begin = 0; begin < row_bytes; begin += PIECE) {
+        const int bytes = min(PIECE, row_bytes - begin);
+        if (begin > 0 || !there) {
+            load_piece(stage, from + begin, bytes);
+            await_piece(stage);
+        }
+        if (to && local) bulk_store_streaming(to + begin, stage.data, bytes);
+        if (to && !local) bulk_store(to + begin, stage.data, bytes);
+    }
+}
+
 // Few units go to as many blocks as there are: a block's later warps draw only if there is work for all blocks' earlier.
 __device__ __forceinline__ u32 first_draw(Counter& counter, int warp, int units) {
     return warp > 0 && warp * (int)gridDim.x >= units ? units : draw(counter);
 }
 
-// To the place that each lane has for the row, null if none. `there`: the stage holds it already.
-__device__ __forceinline__ void copy_row(Stage& stage, const char* from, int row_bytes, char* to, bool there) {
-#pragma unroll 1
-    for (int begin = 0; begin < row_bytes; begin += PIECE) {
-        const int bytes = min(PIECE, row_bytes - begin);
-        if (!there) {
-            await_stores_read();  // of the piece before
-            __syncwarp();
-            if (lane_id() == 0) {
-                announce(stage.full, bytes);
-                bulk_load(stage.data, from + begin, bytes, stage.full);
-            }
-            await_bytes(stage.full, stage.phase);
-            stage.phase ^= 1;
-        }
-        if (to) bulk_store(to + begin, stage.data, bytes);
-    }
-}
-
-// The local row of lane k's slot of a token, negative if none.
+// The local row of lane k's slot of a token, negative if none. Between two looks, meanwhile().
+template <class Meanwhile>
 __device__ __forceinline__ int await_place(const DispatchParams& p, const DispatchShared& s, u32 epoch, u64 deadline,
-                                           int source, int token) {
+                                           int source, int token, Meanwhile meanwhile) {
     const int lane = lane_id();
     if (lane >= p.num_topk) return NOT_HERE;
     const char* place = s.peers[p.rank] + source * p.space.source_bytes + p.space.places;
     place += ((i64)token * p.num_topk + lane) * 8;
     u64 number;
     const u64 late = deadline + ROUTE_AHEAD_NS;  // ROUTE knows which peer is missing, and says so first
-    wait_while(p.state, late, 1, [&] { return is_of(number = load_number(place), epoch) ? -1 : source; });
+    wait_while(p.state, late, 1, [&] {
+        number = load_number(place);
+        meanwhile();
+        return is_of(number, epoch) ? -1 : source;
+    }, false);
     return is_of(number, epoch) ? (int)(u32)number : NOT_HERE;
 }
 
-__device__ __forceinline__ void push_rows(const DispatchParams& p, DispatchShared& s, Stage stage, u32 epoch, u64 deadline) {
+// A token of PUSH; lane k: the expert of its slot k.
+struct Drawn {
+    int token;
+    i64 id;
+};
+
+__device__ __forceinline__ Drawn draw_token(const DispatchParams& p, int tokens, u32 drawn) {
+    const int token = ticket(drawn), lane = lane_id();
+    return {token, token < tokens && lane < p.num_topk ? read_id(p, (i64)token * p.num_topk + lane) : -1};
+}
+
+__device__ __forceinline__ void push_rows(const DispatchParams& p, DispatchShared& s, Stage stage, Drawn now, u32 epoch,
+                                          u64 deadline) {
     const int lane = lane_id(), tokens = own_tokens(p);
-    u32 drawn = first_draw(p.state->tickets[1], threadIdx.x / 32 - ROUTE_WARPS, tokens);
 #pragma unroll 1
-    for (int token = ticket(drawn); token < tokens; token = ticket(drawn)) {
-        drawn = draw(p.state->tickets[1]);
-        const i64 id = lane < p.num_topk ? read_id(p, (i64)token * p.num_topk + lane) : -1;
-        const int rank = id >= 0 && id < p.num_experts ? s.homes[id] / MAX_LOCAL : -1;
+    while (now.token < tokens) {
+        const u32 drawn = draw(p.state->tickets[1]);
+        const int token = now.token, rank = now.id >= 0 && now.id < p.num_experts ? s.homes[now.id] / MAX_LOCAL : -1;
         const u32 same = __match_any_sync(~0u, rank);
         const bool first = rank >= 0 && rank != p.rank && lane == __ffs(same) - 1;  // one row for each peer
-        const bool sends = __any_sync(~0u, first);
+        const bool sends = __any_sync(~0u, first), stays = __any_sync(~0u, rank == p.rank);
         const char* x = p.x + token * p.x_stride;
+        if (sends || stays) {
+            load_piece(stage, x, min(PIECE, p.row_bytes));
+            await_piece(stage);
+        }
         if (sends) {
             char* to = first ? s.peers[rank] + p.rank * p.space.source_bytes : nullptr;
             char* row = first ? to + p.space.staging + (i64)token * p.row_bytes : nullptr;
-            copy_row(stage, x, p.row_bytes, row, false);
+            copy_row(stage, x, p.row_bytes, row, true, false);
             if (first) {
                 await_stores();
                 store_release((u32*)(to + p.space.arrived) + token, epoch);
             }
         }
-        if (!__any_sync(~0u, rank == p.rank)) continue;
-        const int row = await_place(p, s, epoch, deadline, p.rank, token);
-        if (!__any_sync(~0u, row >= 0)) continue;
-        char* to = row >= 0 ? p.rows + (i64)row * p.row_bytes : nullptr;
-        copy_row(stage, x, p.row_bytes, to, sends && p.row_bytes <= PIECE);
+        if (stays) {
+            const int row = await_place(p, s, epoch, deadline, p.rank, token, [] {});
+            char* to = row >= 0 ? p.rows + (i64)row * p.row_bytes : nullptr;
+            if (__any_sync(~0u, row >= 0)) copy_row(stage, x, p.row_bytes, to, !sends || p.row_bytes <= PIECE);
+        }
+        now = draw_token(p, tokens, drawn);
     }
     if (lane == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
 }
 
 __device__ __forceinline__ void fan_out(const DispatchParams& p, DispatchShared& s, Stage stage, u32 epoch, u64 deadline) {
-    const int lane = lane_id(), others = p.num_ranks - 1;
+    const int lane = lane_id(), others = p.num_ranks - 1, warp = threadIdx.x / 32 - ROUTE_WARPS - PUSH_WARPS;
+    u32 drawn = warp == 0 ? draw(p.state->tickets[3]) : 0;
     sync_threads(2, 32 * (1 + FAN_WARPS));  // s.tokens
     int most = 0;
 #pragma unroll 1
     for (int r = 0; r < p.num_ranks; ++r)
         if (r != p.rank) most = max(most, s.tokens[r]);
-    const int units = most * others;
-    u32 drawn = first_draw(p.state->tickets[3], threadIdx.x / 32 - ROUTE_WARPS - PUSH_WARPS, units);
+    const int units = most * others, piece = min(PIECE, p.row_bytes);
+    if (warp > 0) drawn = first_draw(p.state->tickets[3], warp, units);
+    bool stage_is_free = true;
 #pragma unroll 1
     for (int unit = ticket(drawn); unit < units; unit = ticket(drawn)) {
         drawn = draw(p.state->tickets[3]);
         const int token = unit / others;  // rows of several sources come side by side
         const int source = (p.rank + 1 + unit % others) % p.num_ranks;
         if (token >= s.tokens[source]) continue;
-        const int row = await_place(p, s, epoch, deadline, source, token);
-        if (!__any_sync(~0u, row >= 0)) continue;
         const char* from = s.peers[p.rank] + source * p.space.source_bytes;
         const u32* flag = (const u32*)(from + p.space.arrived) + token;
-        if (lane == 0) {
-            wait_while(p.state, deadline, 2, [&] { return load_acquire(flag) == epoch ? -1 : source; });
+        const char* staged = from + p.space.staging + (i64)token * p.row_bytes;
+        bool coming = false;
+        auto load = [&] {
             fence_before_load();
+            begin_load(stage, staged, piece);
+            coming = true;
+        };
+        const int row = await_place(p, s, epoch, deadline, source, token, [&] {  // the first may come before its places
+            if (stage_is_free && lane == 0 && !coming && load_acquire(flag) == epoch) load();
+        });
+        const bool stays = __any_sync(~0u, row >= 0);
+        if (!__shfl_sync(~0u, coming, 0)) {
+            if (!stays) continue;
+            if (lane == 0) wait_while(p.state, deadline, 2, [&] { return load_acquire(flag) == epoch ? -1 : source; });
+            await_stores_read();
+            __syncwarp();
+            if (lane == 0) load();
         }
-        __syncwarp();
+        stage_is_free = false;
+        await_piece(stage);
         char* to = row >= 0 ? p.rows + (i64)row * p.row_bytes : nullptr;
-        copy_row(stage, from + p.space.staging + (i64)token * p.row_bytes, p.row_bytes, to, false);
+        if (stays) copy_row(stage, staged, p.row_bytes, to, true);
     }
     if (lane == 0) leave(p.state, &s.left, 1 + COPY_WARPS, epoch);
 }
@@ -524,11 +644,16 @@ __device__ __forceinline__ void run_dispatch(const DispatchParams& p) {
     const int thread = threadIdx.x, warp = thread / 32;
     const u32 epoch = *(volatile u32*)&p.state->epoch + 1;
     const u64 deadline = nanoseconds() + p.timeout_ns;
+    const bool routes = warp < ROUTE_WARPS, pushes = !routes && warp < ROUTE_WARPS + PUSH_WARPS;
     Stage stage{};
-    if (warp < ROUTE_WARPS) {
-        if (thread == 0) s.chunk = atomicAdd(&p.state->tickets[0].value, 1);
-        if (thread == 32) s.item = atomicAdd(&p.state->tickets[2].value, 1);
-    } else {
+    Drawn pushed{};
+    Chunks own{};
+    TwoPairs two{};
+    u32 drawn = 0;
+    if (thread == 0) s.chunk = atomicAdd(&p.state->tickets[0].value, 1);
+    if (thread == 32) s.item = atomicAdd(&p.state->tickets[2].value, 1);
+    if (pushes) drawn = first_draw(p.state->tickets[1], warp - ROUTE_WARPS, own_tokens(p));
+    if (!routes) {
         stage = {s.stages[warp - ROUTE_WARPS], &s.full[warp - ROUTE_WARPS], 0};
         if (lane_id() == 0) init_barrier(stage.full);
     }
@@ -536,13 +661,25 @@ __device__ __forceinline__ void run_dispatch(const DispatchParams& p) {
     if (thread == 0) s.left = 0;
     if (thread < p.num_ranks) s.peers[thread] = p.peers[thread] + (epoch & 1) * p.space.bank_bytes;
 #pragma unroll 1
-    for (int e = thread; e < p.num_experts; e += DISPATCH_THREADS)
+    for (int e = thread - ROUTERS; !routes && e < p.num_experts; e += DISPATCH_THREADS - ROUTERS)
         s.homes[e] = p.expert_rank[e] * MAX_LOCAL + p.expert_slot[e];
-    __syncthreads();
-    if (warp < ROUTE_WARPS)
-        route(p, s, epoch, deadline);
-    else if (warp < ROUTE_WARPS + PUSH_WARPS)
-        push_rows(p, s, stage, epoch, deadline);
+    if (routes) {
+        own = own_chunks(p);
+        sync_threads(1, ROUTERS);  // s.chunk
+        two = first_pairs(p, own, s.chunk);
+    }
+    if (pushes) {  // nobody waits for its first tokens
+        arrive_threads(3, DISPATCH_THREADS);
+        pushed = draw_token(p, own_tokens(p), drawn);
+        sync_threads(4, DISPATCH_THREADS);
+    } else {
+        arrive_threads(4, DISPATCH_THREADS);
+        sync_threads(3, DISPATCH_THREADS);
+    }
+    if (routes)
+        route(p, s, own, two, epoch, deadline);
+    else if (pushes)
+        push_rows(p, s, stage, pushed, epoch, deadline);
     else
         fan_out(p, s, stage, epoch, deadline);
     await_stores_read();  // shared memory lasts as long as the block

@@ -18,12 +18,18 @@ struct alignas(128) Counter {
 // Local to a rank: survives between launches. `epoch` counts finished operations, so that a replayed graph goes on.
 struct State {
     u32 epoch;            // of the last finished launch
-    u32 aborted;          // set by the first wait past its deadline; cleared by the host
-    u32 phase;            // what was waited for, for the message
+    u32 aborted;          // why a wait gave up, TIMED_OUT or STOPPED; the host sets it to 0 again
+    u32 phase;            // what the first to give up waited for
     u32 peer;             // for whom
+    u32* failure;         // [4], null: none. aborted, phase, peer and epoch, for a host that looks without waiting
+    const u32* stop;      // null: none. A peer that takes no part writes the first epoch in which it does not
+    u32 wrong_ids;        // epoch of the last launch that met a wrong id
     Counter finished;     // blocks that have drawn their last ticket in this launch
     Counter tickets[4];   // work handed out in this launch, by role
 };
+
+constexpr u32 TIMED_OUT = 1, STOPPED = 2;
+constexpr u32 LAST_EPOCH = 0x7fffffff;  // odd, as banks alternate; combine keeps a bit beside it
 
 // Rows move in units of 16 bytes.
 using Vector = uint4;
@@ -91,21 +97,33 @@ __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
     asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Waits while missing() names a rank, or until the deadline; from then on every wait of this launch counts as satisfied.
-template <class Missing>
-__device__ __forceinline__ void wait_while(State* state, u64 deadline, u32 phase, Missing missing) {
-    int peer;
-    for (u32 polls = 1; (peer = missing()) >= 0; ++polls) {
-        if (polls % 256) continue;
-        if (*(volatile u32*)&state->aborted) return;
-        if (nanoseconds() > deadline) {
-            state->phase = phase;
-            state->peer = peer;
-            __threadfence();
-            *(volatile u32*)&state->aborted = 1;
-            return;
-        }
+// Whether to wait no longer. The first to say so notes for what: the failure's first word last, as the host looks at it.
+__device__ __forceinline__ bool gives_up(State* state, u64 deadline, u32 phase, u32 peer, bool heeds_stop) {
+    if (*(volatile u32*)&state->aborted) return true;
+    const u32 epoch = state->epoch + 1;
+    const bool stopped = heeds_stop && state->stop && *(volatile const u32*)state->stop >= epoch;
+    if (!stopped && nanoseconds() <= deadline) return false;
+    const u32 why = stopped ? STOPPED : TIMED_OUT;
+    if (atomicCAS(&state->aborted, 0, why)) return true;
+    state->phase = phase;
+    state->peer = peer;
+    if (volatile u32* failure = state->failure) {
+        failure[1] = phase;
+        failure[2] = peer;
+        failure[3] = epoch;
+        __threadfence_system();
+        failure[0] = why;
     }
+    return true;
+}
+
+// Waits while missing() names a rank, until the deadline or a peer's stop; from then on every wait counts as satisfied.
+// heeds_stop: false where another wait knows better which peer is missing, and gives up for both.
+template <class Missing>
+__device__ __forceinline__ void wait_while(State* state, u64 deadline, u32 phase, Missing missing, bool heeds_stop = true) {
+    int peer;
+    for (u32 polls = 1; (peer = missing()) >= 0; ++polls)
+        if (polls % 256 == 0 && gives_up(state, deadline, phase, peer, heeds_stop)) return;
 }
 
 // Lane 0 holds the ticket: it is on its way until the warp asks for it.
@@ -120,7 +138,7 @@ __device__ __forceinline__ void leave(State* state, u32* left, u32 groups, u32 e
     if (atomicAdd(&state->finished.value, 1) != gridDim.x - 1) return;
     state->finished.value = 0;
     for (int i = 0; i < 4; ++i) state->tickets[i].value = 0;
-    state->epoch = epoch;
+    state->epoch = epoch == LAST_EPOCH ? 1 : epoch;
 }
 
 __device__ __forceinline__ void store_row(Vector* p, Vector v) {

@@ -62,15 +62,19 @@ _H200 = _HGX | {
     "memory_bytes": (141 * GB, "NVIDIA H200 datasheet; CUDA reports 150.1e9 bytes"),
     "memory_bandwidth": (
         4.8 * TB,
-        "NVIDIA H200 datasheet; measured on H200: 4.27 TB/s in a copy, 4.48 TB/s reading only",
+        "NVIDIA H200 datasheet; measured on H200: 4.24-4.27 TB/s in a copy, 4.48-4.64 TB/s reading only",
     ),
     "scale_up_bandwidth": (
         450 * GB,
-        "NVIDIA H200 datasheet: NVLink, half of 900 GB/s; measured on 2 x H200, GB/s per direction: copy engines 395"
-        " one way, 372 both ways at once; copies by 64 SMs both ways at once: stores 361, loads 337",
+        "NVIDIA H200 datasheet: NVLink, half of 900 GB/s; measured on 2 x H200, GB/s per direction: copy engines 393"
+        " one way, 391 both ways at once; copies by 64 SMs both ways at once: stores 361, bulk stores 364, loads 334",
     ),
-    "scale_up_latency": (1.2e-6, "measured on 2 x H200: a released store until an acquiring load sees it"),
-    "launch_seconds": (4.6e-6, "measured on H200: a launch through cuda.core; a node of a CUDA graph takes 0.9 us"),
+    "scale_up_latency": (1.2e-6, "measured on 2 x H200: a released store until an acquiring load sees it, 1.2-1.3 us"),
+    "launch_seconds": (
+        4.6e-6,
+        "measured on H200: a launch through cuda.core; by jit.Kernel 4.4-6.1 us, from run to run; a node of a CUDA"
+        " graph takes 0.5-0.9 us",
+    ),
     "num_sms": (132, "CUDA, on H200"),
     "l2_bytes": (60 * MIB, "CUDA, on H200"),
 }
@@ -152,11 +156,12 @@ MACHINES: dict[str, Machine] = {
                 "fp32": (67 * TERA, "NVIDIA H200 datasheet, without tensor cores"),
                 "bf16": (
                     989 * TERA,
-                    f"NVIDIA H200 datasheet, {SPARSE}; measured on H200: 801 TFLOP/s in a cuBLAS GEMM of 8192^3",
+                    f"NVIDIA H200 datasheet, {SPARSE}; measured on H200: 790-801 TFLOP/s in a cuBLAS GEMM of 8192^3",
                 ),
                 "fp8": (
                     1979 * TERA,
-                    f"NVIDIA H200 datasheet, {SPARSE}; measured on H200: 1276-1458 TFLOP/s in a cuBLAS GEMM of 8192^3",
+                    f"NVIDIA H200 datasheet, {SPARSE}; measured on H200 in a cuBLAS GEMM of 8192^3, TFLOP/s: 1500 with"
+                    " one scale a tensor, 1276-1458 with one a row",
                 ),
             },
             _H200,
@@ -208,6 +213,24 @@ MACHINES: dict[str, Machine] = {
         _machine("h100-pcie", _hopper(51, 756, 1513, f"{H100_SHEET}, PCIe"), _H100_PCIE),
     )
 }
+
+# by the name that CUDA gives; other variants of a chip have other memory or links
+_GPUS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA H800": "h800",
+    "NVIDIA H20": "h20",
+}
+
+
+def machine_of_gpu(name: str) -> Machine | None:
+    """The known machine of a Hopper GPU, by the name that CUDA gives; None for others.
+
+    >>> machine_of_gpu("NVIDIA H200").name
+    'h200'
+    """
+    return MACHINES.get(_GPUS.get(name, ""))
 
 
 def machine(name: str) -> Machine:

@@ -1,4 +1,4 @@
-"""A CPU machine as it was measured, and what it gives to each rank when ranks share its cores."""
+"""A machine as it was measured, and what a CPU gives to each rank when ranks share its cores."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from moeloom.plan.plan import PIPELINES, PipelineName
 class Measured:
     """One rank's machine and efficiencies, measured while `ranks` ranks were busy on `cores` cores.
 
+    On GPUs, `ranks` is how many were seen; each rank has one of its own.
+
     date: of the measurement, for people; empty for the built-in numbers.
     """
 
@@ -29,7 +31,9 @@ class Measured:
             raise ValueError(f"ranks is {self.ranks}, cores is {self.cores}; both must be at least 1")
 
     def for_ranks(self, ranks: int, cores: int) -> Measured:
-        """What one of `ranks` ranks gets: rates shrink and waits grow as ranks outnumber cores."""
+        """What one of `ranks` ranks gets: rates shrink and waits grow as ranks outnumber cores; not on GPUs."""
+        if self.machine.num_sms is not None:
+            return replace(self, ranks=ranks, cores=cores)
         factor = max(1.0, ranks / cores) / max(1.0, self.ranks / self.cores)
         efficiencies = {name: _slower(efficiency, factor) for name, efficiency in self.efficiencies.items()}
         busy = {name: replace(e, moving_computes=ranks >= cores) for name, e in efficiencies.items()}

@@ -26,12 +26,14 @@ class Setting:
     """Where a problem runs.
 
     efficiencies: what each pipeline that the backend has reaches of the machine. choices: how tokens choose experts.
+    chunked: the backend lets parts of a batch overlap.
     """
 
     machine: Machine
     domains: Domains
     efficiencies: Mapping[PipelineName, Efficiency]
     choices: Choices = Uniform()  # noqa: RUF009 (frozen)
+    chunked: bool = True
 
 
 def candidates(problem: Problem, setting: Setting) -> tuple[Candidate, ...]:
@@ -126,7 +128,7 @@ def roofline(problem: Problem, setting: Setting) -> tuple[float, str]:
 
 def _chunks(problem: Problem, setting: Setting, pipeline: PipelineName, exchange: ExchangeName) -> Collection[int]:
     """Numbers of chunks worth a look: chunks overlap links with compute across kernels, so there must be a link."""
-    if pipeline == "decode" or setting.domains.num_ranks == 1:
+    if pipeline == "decode" or setting.domains.num_ranks == 1 or not setting.chunked:
         return (1,)
     if pipeline == "mega" and exchange == "direct":  # all overlap is inside the kernel
         return (1,)

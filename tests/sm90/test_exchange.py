@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
 import torch
+from torch import Tensor
 
 from moeloom.backends.sm90.combine import combine
 from moeloom.backends.sm90.dispatch import dispatch
+from moeloom.backends.sm90.parameters import State
 from moeloom.errors import PeerTimeout
 from tests.sm90.world import (
     Batch,
@@ -97,12 +100,101 @@ def test_many_tokens(ranks: int) -> None:
     run(world, Batch.make(world, counts), world.order(counts))
 
 
-def test_wrong_ids_are_noted_and_go_nowhere() -> None:
+class HostWords:
+    """What kernels tell the host while they run, and what a peer tells them, of every rank of a world.
+
+    problems: `[ranks, 4]`, failures: `[ranks, 2, 4]`, of the host. stop: `[ranks, 2]`, on the GPU.
+    """
+
+    def __init__(self, world: World) -> None:
+        ranks = len(world.members)
+        words = torch.zeros(ranks, 3, 4, dtype=torch.int32, pin_memory=True)
+        self.problems, self.failures = words[:, 0], words[:, 1:]
+        self.stop = torch.zeros(ranks, 2, dtype=torch.int32, device=world.device)
+        self._world, self._stream = world, torch.cuda.Stream()
+        self._stop_words = torch.zeros(ranks, 2, dtype=torch.int32, pin_memory=True)  # made now: it waits for kernels
+        world.members = [
+            dataclasses.replace(member, problems=self.problems[rank], failures=self.failures[rank])
+            for rank, member in enumerate(world.members)
+        ]
+        self.connect()
+
+    def connect(self) -> None:
+        """Write the addresses into the states, which `clear` has emptied."""
+        for rank, member in enumerate(self._world.members):
+            for stage, state in enumerate((member.dispatch_state, member.combine_state)):
+                for field, words in ((State.failure, self.failures), (State.stop, self.stop)):
+                    address = torch.tensor([words[rank, stage].data_ptr()]).view(torch.int32)
+                    state[field.offset // 4 :][:2] = address.to(state.device)
+
+    def tell_to_stop(self, epoch: int) -> None:
+        """From another stream, as kernels run."""
+        self._stop_words.fill_(epoch)
+        with torch.cuda.stream(self._stream):
+            self.stop.copy_(self._stop_words, non_blocking=True)
+        self._stream.synchronize()
+
+    def failed(self, stage: int, ranks: list[int], seconds: float) -> Tensor:
+        """failures once all these ranks have one, without waiting for the GPU; or after so many seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.failures[ranks, stage, 0].all():
+            time.sleep(0.001)
+        return self.failures.clone()
+
+
+def problems_of(world: World, batch: Batch, order, host: HostWords) -> list[list[int]]:
+    """After a dispatch."""
+    dispatch(world.members, batch.tokens(world, torch.int64), order)
+    torch.cuda.synchronize()
+    return host.problems.tolist()
+
+
+def test_dropped_pairs_reach_the_host() -> None:
+    """They add up; a launch that drops none writes nothing."""
     world = World(2, experts=6, topk=2, tokens=8, hidden=64)
+    host = HostWords(world)
     batch = Batch.make(world, [8, 8])
+    roomy, tight = world.order([8, 8]), world.order([8, 8], capacity=5)
+    host.problems[:] = torch.tensor([-77, 0, -78, -79])
+    assert problems_of(world, batch, roomy, host) == [[-77, 0, -78, -79]] * 2
+    host.problems[:, 0] = 0
+    dropped = [each.num_dropped for each in expected(world, batch, tight)]
+    assert min(dropped) > 0
+    for launches in (1, 2):
+        found = problems_of(world, batch, tight, host)
+        assert found == [[launches * number, 0, -78, -79] for number in dropped]
+    assert problems_of(world, batch, roomy, host) == found
+
+
+def test_wrong_ids_reach_the_host_and_go_nowhere() -> None:
+    """One per launch, kept until the host has taken it."""
+    world = World(2, experts=6, topk=2, tokens=8, hidden=64)
+    host = HostWords(world)
+    batch, order = Batch.make(world, [8, 8]), world.order([8, 8])
+    right = batch.ids[1].clone()
     batch.ids[1][5, 1] = 6
-    run(world, batch, world.order([8, 8]), dtype=torch.int64)
-    assert [member.problems.tolist() for member in world.members] == [[0, 0, 0, 0], [0, 6, 1, 6]]
+    run(world, batch, order, dtype=torch.int64)
+    assert host.problems.tolist() == [[0, 0, 0, 0], [0, 6, 1, 6]]
+    batch.ids[1] = right.clone()
+    batch.ids[1][2, 0] = -7
+    assert problems_of(world, batch, order, host)[1] == [0, 6, 1, 6]
+    host.problems[1, 1] = 0
+    assert problems_of(world, batch, order, host)[1] == [0, 3, 0, -7]
+    host.problems[1, 1] = 0
+    batch.ids[1] = torch.arange(16).view(8, 2) + (1 << 40) + 6
+    _, row, slot, value = problems_of(world, batch, order, host)[1]
+    assert 1 <= row <= 8 and value == 2 * (row - 1) + slot + 6, "from different ids"
+
+
+@each_number_of_ranks
+def test_epochs_begin_anew(ranks: int) -> None:
+    """After the last, banks still in turn."""
+    world = World(ranks, experts=64, topk=8, tokens=20, hidden=64)
+    for member in world.members:
+        member.dispatch_state[0] = member.combine_state[0] = 0x7FFFFFFF - 2
+    for seed in range(5):
+        run(world, Batch.make(world, [20 - seed] * ranks, seed=seed), world.order([20] * ranks))
+    assert {state.epoch for member in world.members for state in member.states()} == {4}
 
 
 @each_number_of_ranks
@@ -160,32 +252,75 @@ def test_graph(ranks: int) -> None:
         check_sums(world, batch, wanted, y, True)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("stage", ["dispatch", "combine"])
-def test_a_missing_peer(stage: str, ranks: int) -> None:
-    """The launch ends, says for whom it waited, and the GPU goes on."""
-    world = World(ranks, experts=64, topk=8, tokens=20, hidden=64, timeout=0.2)
+def launch_without(world: World, stage: str, missing: int) -> None:
+    """A launch of every rank but one, after one of all."""
+    ranks = len(world.members)
     batch, order = Batch.make(world, [20] * ranks), world.order([20] * ranks)
     run(world, batch, order)
-    here = [rank for rank in range(ranks) if rank != 1]
+    here = [rank for rank in range(ranks) if rank != missing]
     tokens, arrived = batch.tokens(world), poisoned(world, order)
-    if stage == "combine":
-        dispatch(world.members, tokens, order, arrived)
-        rows = rows_to_combine(world, batch, expected(world, batch, order))
-    torch.cuda.synchronize()
-    start = time.monotonic()
     members = [world.members[rank] for rank in here]
     if stage == "dispatch":
         dispatch(members, [tokens[rank] for rank in here], order, [arrived[rank] for rank in here])
-    else:
-        combine(members, [(tokens[r], arrived[r]) for r in here], [rows[r] for r in here], weighted=False)
+        return
+    dispatch(world.members, tokens, order, arrived)
+    rows = rows_to_combine(world, batch, expected(world, batch, order))
     torch.cuda.synchronize()
-    assert 0.1 < time.monotonic() - start < 2
-    for member in members:
-        state = member.states()[stage == "combine"]
-        assert state.aborted == 1 and state.peer == 1 and state.phase in ((3,) if stage == "combine" else (1, 2))
+    combine(members, [(tokens[r], arrived[r]) for r in here], [rows[r] for r in here], weighted=False)
+
+
+def check_failure(world: World, stage: str, ranks: list[int], told: Tensor, why: int) -> None:
+    """In states and in what the host was told, of these ranks and of no other."""
+    at = ("dispatch", "combine").index(stage)
+    for rank, member in enumerate(world.members):
+        state = member.states()[at]
         assert [counter.value for counter in state.tickets] == [0] * 4 and state.finished.value == 0
-        with pytest.raises(PeerTimeout, match=rf"{stage} on rank {member.rank}: rank 1 did not bring .* in 0.2 s"):
-            member.raise_failure()
+        assert told[rank, 1 - at].tolist() == [0] * 4
+        if rank not in ranks:
+            assert told[rank, at].tolist() == [0] * 4
+            continue
+        assert state.aborted == why and state.peer == 1 and state.epoch == 2
+        assert state.phase in ((3,) if stage == "combine" else (1, 2))
+        assert told[rank, at].tolist() == [why, state.phase, 1, 2]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_a_missing_peer(stage: str, ranks: int) -> None:
+    """The launch ends, says for whom it waited, to the host as well, and the GPU goes on."""
+    world = World(ranks, experts=64, topk=8, tokens=20, hidden=64, timeout=0.2)
+    host = HostWords(world)
+    here = [rank for rank in range(ranks) if rank != 1]
+    launch_without(world, stage, missing=1)
+    start = time.monotonic()
+    told = host.failed(("dispatch", "combine").index(stage), here, seconds=2)
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 2
+    check_failure(world, stage, here, told, why=1)
+    for rank in here:
+        with pytest.raises(PeerTimeout, match=rf"{stage} on rank {rank}: rank 1 did not bring .* in 0.2 s"):
+            world.members[rank].raise_failure()
     world.clear()
-    run(world, Batch.make(world, [20] * ranks, seed=1), order)
+    run(world, Batch.make(world, [20] * ranks, seed=1), world.order([20] * ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", ["dispatch", "combine"])
+def test_a_peer_that_takes_no_part(stage: str, ranks: int) -> None:
+    """Waits end when it says so, long before the deadline, but not for what it said of an epoch that is over."""
+    world = World(ranks, experts=64, topk=8, tokens=20, hidden=64, timeout=30)
+    host = HostWords(world)
+    here = [rank for rank in range(ranks) if rank != 1]
+    launch_without(world, stage, missing=1)
+    host.tell_to_stop(1)
+    assert not host.failed(("dispatch", "combine").index(stage), here, seconds=0.2).any()
+    start = time.monotonic()
+    host.tell_to_stop(2)
+    told = host.failed(("dispatch", "combine").index(stage), here, seconds=2)
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 2
+    check_failure(world, stage, here, told, why=2)
+    world.clear()
+    host.connect()
+    host.tell_to_stop(0)
+    run(world, Batch.make(world, [20] * ranks, seed=1), world.order([20] * ranks))

@@ -221,10 +221,12 @@ def run(
     tokens = batch.tokens(world, dtype, counted)
     arrived, wanted = poisoned(world, order), expected(world, batch, order)
     assert len(arrived[0].rows) == num_rows(world.sizes, order)
+    for member in world.members:
+        member.problems.zero_()
     dispatch(world.members, tokens, order, arrived)
     for member, want in zip(world.members, wanted, strict=True):
-        assert int(member.problems[0]) == want.num_dropped
         member.raise_failure()
+        assert int(member.problems[0]) == want.num_dropped
     check_arrived(world, batch, wanted, arrived)
     rows = rows_to_combine(world, batch, wanted)
     y = [row.new_full((len(sent.x), row.shape[1]), float("nan")) for row, sent in zip(rows, tokens, strict=True)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from moeloom import Plan, Runtime
+from moeloom import Plan, Routing, Runtime
 from moeloom.config import recipe_for
 from moeloom.types import Received
 from tests.support.cases import Case
@@ -43,12 +45,13 @@ def differences(name: str, got: Tensor, wanted: Tensor) -> list[str]:
     return [f"{name}: first difference at {first}: {got[tuple(first)]}, wanted {wanted[tuple(first)]}"]
 
 
-def run_case(case: Case) -> list[str]:
+def run_case(case: Case, backend: str = "cpu") -> list[str]:
     """On every rank of the pool: dispatch twice (two handles), combine in reverse; [] if all bits are right."""
-    rt = runtime_of(case.members, case.nodes)
+    rt = runtime_of(case.members, case.nodes, backend=backend)
     if rt is None:
         return []
-    poison(rt)
+    if backend == "cpu":
+        poison(rt)
     worlds = [world_of(case, payload) for payload in (0, 1)]
     flows = [_dispatch(rt, case, world, payload) for payload, world in enumerate(worlds)]
     wrong = [line for flow in flows for line in flow[2]]
@@ -59,12 +62,13 @@ def run_case(case: Case) -> list[str]:
 
 
 def _dispatch(rt: Runtime, case: Case, world: World, payload: int) -> tuple[Received, object, list[str]]:
-    x, routing = case.inputs(rt.rank, payload)
+    x, routing = on_device(rt, *case.inputs(rt.rank, payload))
     before = [tensor.clone() for tensor in (x, routing.topk_idx, routing.topk_weights)]
     received, handle = rt.dispatch(
         x, routing, case.placement(), order=case.order, alignment=case.alignment, plan=Plan(exchange=case.exchange)
     )
     rows, ids, weights, starts, counts = world.received(rt.rank, case.order, case.alignment)
+    received = on_host(received)
     flat = received.rows.reshape(-1, case.hidden)
     wanted_ids = (
         torch.tensor(ids, dtype=torch.int64).reshape(-1, case.topk)
@@ -83,7 +87,7 @@ def _dispatch(rt: Runtime, case: Case, world: World, payload: int) -> tuple[Rece
     for name, old, new in zip(
         ("x", "topk_idx", "topk_weights"), before, (x, routing.topk_idx, routing.topk_weights), strict=True
     ):
-        wrong += differences(f"input {name} after the call", new, old)
+        wrong += differences(f"input {name} after the call", new.cpu(), old.cpu())
     return received, handle, wrong
 
 
@@ -96,9 +100,25 @@ def _combine(rt: Runtime, case: Case, world: World, received: Received, handle) 
         rows = expert_fn(received.rows, held[received.topk_idx])
         rows[received.topk_idx < 0] = float("nan")  # whatever padding holds must not matter
     recipe = recipe_for(case.torch_dtype).with_reduction(case.reduction)
-    y = rt.combine(rows, handle, weighted=case.weighted, recipe=recipe)
+    y = rt.combine(rows.to(rt.backend.device), handle, weighted=case.weighted, recipe=recipe).cpu()
     how = {"exchange": case.exchange, "reduction": case.reduction, "weighted": case.weighted, "order": case.order}
     return differences("y", y, world.combined(rt.rank, expert_fn, case.topology, **how))
+
+
+def on_device(rt: Runtime, x: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    """Where the backend works, with the strides they have."""
+
+    def move(tensor: Tensor) -> Tensor:
+        moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=rt.backend.device)
+        return moved.copy_(tensor)
+
+    return move(x), Routing(move(routing.topk_idx), move(routing.topk_weights))
+
+
+def on_host(received: Received) -> Received:
+    """For comparison."""
+    tensors = {name: value.cpu() for name, value in vars(received).items() if isinstance(value, Tensor)}
+    return replace(received, **tensors)
 
 
 def poison(rt: Runtime) -> None:

@@ -18,13 +18,14 @@ _runtimes: dict[tuple, Runtime] = {}
 class Ranks:
     """The pool, started anew if a test has broken it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self._pool: RankPool | None = None
+        self._device = device
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """`fn(*args)` on all six ranks, results in rank order; raises the first rank's failure."""
         if self._pool is None or not self._pool.processes:
-            self._pool = RankPool(NUM_RANKS)
+            self._pool = RankPool(NUM_RANKS, device=self._device)
         return self._pool.run(fn, *args, timeout=timeout)
 
     def close(self) -> None:
@@ -43,14 +44,15 @@ def group_of(members: tuple[int, ...]) -> dist.ProcessGroup | None:
     return _groups[members] if dist.get_rank() in members else None
 
 
-def runtime_of(members: tuple[int, ...], nodes: int, timeout: float = 30.0) -> Runtime | None:
+def runtime_of(members: tuple[int, ...], nodes: int, timeout: float = 30.0, backend: str = "auto") -> Runtime | None:
     """A Runtime over these world ranks, declared to be on `nodes` nodes; made on first use, then kept."""
     group = group_of(members)
     if group is None:
         return None
-    key = (members, nodes, timeout)
+    key = (members, nodes, timeout, backend)
     if key not in _runtimes:
-        _runtimes[key] = Runtime(group, topology=Topology.split(len(members), nodes), timeout=timeout)
+        topology = Topology.split(len(members), nodes)
+        _runtimes[key] = Runtime(group, topology=topology, timeout=timeout, backend=backend)
     return _runtimes[key]
 
 

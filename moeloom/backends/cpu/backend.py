@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 
+import torch
 from torch import Tensor
 from torch.distributed import Store
 
@@ -21,6 +22,7 @@ from moeloom.config import Recipe
 from moeloom.errors import CapabilityError
 from moeloom.experts import Experts
 from moeloom.placement import Placement
+from moeloom.quantize import pack_records, quantize
 from moeloom.topology import Topology
 from moeloom.types import ExchangeName, Received, Routing
 
@@ -29,7 +31,11 @@ class CpuBackend:
     """Shared memory within a node, gloo between nodes. See `Backend` for the stages."""
 
     name = "cpu"
+    device = torch.device("cpu")
     pipelines: tuple[str, ...] = ("split", "decode")
+    overlaps_chunks = True
+    layer_rows = RowOrder(exact=False)
+    decode_rows = RowOrder("batched", exact=False)
 
     def __init__(self, peers: Peers, store: Store | None, topology: Topology, max_tokens: int | None) -> None:
         if (sys.platform, platform.machine()) != ("linux", "x86_64") and topology.num_ranks > 1:
@@ -60,15 +66,19 @@ class CpuBackend:
 
     def experts(self, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
         """See `Backend.experts`."""
-        return experts(self, received, weights, recipe)
+        return experts(received, weights, recipe)
 
     def experts_backward(self, received: Received, d_out: Tensor, weights: Experts, recipe: Recipe) -> ExpertGrads:
         """See `Backend.experts_backward`."""
-        return experts_backward(self, received, d_out, weights, recipe)
+        return experts_backward(received, d_out, weights, recipe)
 
     def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True) -> Tensor:
         """See `Backend.combine`."""
         return combine(self, rows, handle, recipe, weighted, identity)
+
+    def records(self, x: Tensor) -> Tensor:
+        """See `Backend.records`."""
+        return pack_records(quantize(x))
 
     def begin_dispatch(
         self, x: Tensor, routing: Routing, placement: Placement, rows: RowOrder, exchange: ExchangeName

@@ -90,16 +90,22 @@ def num_rows(sizes: Sizes, order: RowOrder) -> int:
 
 
 def dispatch(
-    members: Sequence[Member], tokens: Sequence[Tokens], order: RowOrder, out: Sequence[Arrived] | None = None
+    members: Sequence[Member],
+    tokens: Sequence[Tokens],
+    order: RowOrder,
+    out: Sequence[Arrived] | None = None,
+    sms: int | None = None,
 ) -> list[Arrived]:
     """Launch on the current stream for one member, or for several on one GPU; nothing is read, so it can be captured.
 
-    Every rank of the exchange must launch. tokens, out: one for each member; out: as `Arrived.empty` makes it.
+    Every rank of the exchange must launch. tokens, out: one for each member; out: as `Arrived.empty` makes it. sms:
+    multiprocessors to use, None: all.
     """
     if out is None:
         out = [Arrived.empty(member.sizes, order, member.peers.device) for member in members]
     every = zip(members, tokens, out, strict=True)
-    launch(KERNELS, [_params(member, sent, order, into) for member, sent, into in every], members[0].peers.device)
+    params = [_params(member, sent, order, into) for member, sent, into in every]
+    launch(KERNELS, params, members[0].peers.device, sms)
     return list(out)
 
 
@@ -112,8 +118,7 @@ def check_tokens(sizes: Sizes, tokens: Tokens) -> None:
     stride = x.stride(0) * x.element_size()
     if len(x) > 1 and (x.data_ptr() % VECTOR_BYTES or stride % VECTOR_BYTES):
         raise ValueError(f"x has rows {stride} bytes apart; allowed: multiples of {VECTOR_BYTES}, aligned")
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"topk_idx has dtype {ids.dtype}; allowed: torch.int32, torch.int64")
+    check_ids(sizes, ids)
     if weights.dtype != torch.float32:
         raise ValueError(f"topk_weights has dtype {weights.dtype}; allowed: torch.float32")
     for name, table in (("topk_idx", ids), ("topk_weights", weights)):
@@ -122,6 +127,15 @@ def check_tokens(sizes: Sizes, tokens: Tokens) -> None:
     if count is not None and (count.numel() != 1 or count.dtype != torch.int32 or len(x) != sizes.max_tokens):
         found = f"num_tokens is {list(count.shape)} {count.dtype} for {len(x)} tokens"
         raise ValueError(f"{found}; allowed: one torch.int32 for x of max_tokens {sizes.max_tokens}")
+
+
+def check_ids(sizes: Sizes, ids: Tensor) -> None:
+    """Raise ValueError unless the kernels can read these."""
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_idx has dtype {ids.dtype}; allowed: torch.int32, torch.int64")
+    if ids.dim() != 2 or ids.shape[1] != sizes.num_topk or len(ids) > sizes.max_tokens or not ids.is_contiguous():
+        wanted = f"contiguous [up to {sizes.max_tokens}, {sizes.num_topk}]"
+        raise ValueError(f"topk_idx is {list(ids.shape)}; allowed: {wanted}")
 
 
 def _params(member: Member, tokens: Tokens, order: RowOrder, out: Arrived) -> DispatchParams:

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from moeloom import jit
 from moeloom.backends.sm90.parameters import State
-from moeloom.backends.sm90.spaces import LIMITS, Sizes
+from moeloom.backends.sm90.spaces import LIMITS, Sizes, between
 from moeloom.errors import PeerTimeout
 from moeloom.placement import Placement
 
 # what a kernel that gave up was waiting for: `State.phase`
 PHASES = {1: "its routing", 2: "its rows", 3: "its sums"}
+STAGES = ("dispatch", "combine")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,8 @@ class Member:
     """One rank, on the device of its tensors.
 
     peers: `[ranks]` int64, where each rank's symmetric memory lies in this process. expert_rank, expert_slot: `[E]`
-    int32. dispatch_state, combine_state: a `State` each. problems: `[4]` int32, see `DispatchParams`.
+    int32. dispatch_state, combine_state: a `State` each. problems: `[4]` int32, see `DispatchParams`. failures:
+    `[2, 4]` int32 of the host, where kernels say that they gave up: see `State`; None: only the states tell.
     """
 
     sizes: Sizes
@@ -37,6 +39,8 @@ class Member:
     dispatch_state: Tensor
     combine_state: Tensor
     problems: Tensor
+    failures: Tensor | None = None
+    stop: int = 0
 
     @classmethod
     def make(
@@ -47,14 +51,17 @@ class Member:
         addresses: Sequence[int],
         timeout: float,
         device: torch.device,
+        failures: Tensor | None = None,
+        stop: int = 0,
     ) -> Member:
-        """addresses: of each rank's symmetric memory, `sizes.num_bytes` zeros each. timeout: seconds."""
+        """addresses: of each rank's symmetric memory, `sizes.num_bytes` zeros each. timeout: seconds. stop: address of
+        a word that ends this rank's waits (see `State`), or 0.
+        """
         _check(sizes, placement, rank, addresses, timeout)
         homes = {expert: (home_rank, slot) for home_rank, slot, expert in _homes(placement)}
         table = torch.tensor([homes[expert] for expert in range(sizes.num_experts)], dtype=torch.int32)
         expert_rank, expert_slot = table.t().contiguous().to(device).unbind(0)
-        words = ctypes.sizeof(State) // 4
-        state = torch.zeros(2, words, dtype=torch.int32, device=device)
+        states = _new_states(failures, stop).to(device)
         return cls(
             sizes=sizes,
             rank=rank,
@@ -62,9 +69,11 @@ class Member:
             peers=torch.tensor(list(addresses), dtype=torch.int64, device=device),
             expert_rank=expert_rank,
             expert_slot=expert_slot,
-            dispatch_state=state[0],
-            combine_state=state[1],
+            dispatch_state=states[0],
+            combine_state=states[1],
             problems=torch.zeros(4, dtype=torch.int32, device=device),
+            failures=failures,
+            stop=stop,
         )
 
     def states(self) -> tuple[State, State]:
@@ -75,17 +84,30 @@ class Member:
 
     def raise_failure(self) -> None:
         """Raise PeerTimeout if a launch gave up waiting; every later one is void until `clear`. Waits for the GPU."""
-        for stage, state in zip(("dispatch", "combine"), self.states(), strict=True):
+        for stage, state in zip(STAGES, self.states(), strict=True):
             if state.aborted:
-                seconds, phase = self.timeout_ns / 1e9, PHASES[state.phase]
-                raise PeerTimeout(
-                    f"{stage} on rank {self.rank}: rank {state.peer} did not bring {phase} in {seconds:g} s"
-                )
+                raise given_up(stage, self.rank, state.peer, state.phase, self.timeout_ns / 1e9)
 
     def clear(self) -> None:
         """Begin anew after a failure, together with all ranks, each of whose symmetric memory must be zeros again."""
-        for tensor in (self.dispatch_state, self.combine_state, self.problems):
-            tensor.zero_()
+        fresh = _new_states(self.failures, self.stop)
+        self.dispatch_state.copy_(fresh[0])
+        self.combine_state.copy_(fresh[1])
+        for words in (self.problems, self.failures):
+            if words is not None:
+                words.zero_()
+
+
+def given_up(stage: str, rank: int, peer: int, phase: int, seconds: float) -> PeerTimeout:
+    """The error of a launch that waited in vain."""
+    return PeerTimeout(f"{stage} on rank {rank}: rank {peer} did not bring {PHASES[phase]} in {seconds:g} s")
+
+
+def _new_states(failures: Tensor | None, stop: int) -> Tensor:
+    """`[2, words]` int32: the states of dispatch and combine before their first launch."""
+    told = [0 if failures is None else failures[i].data_ptr() for i in range(len(STAGES))]
+    states = [State(failure=address, stop=stop) for address in told]
+    return torch.stack([torch.frombuffer(bytearray(state), dtype=torch.int32) for state in states])
 
 
 def play(
@@ -99,16 +121,23 @@ def play(
 
 
 def launch(
-    declared: tuple[jit.Declared, jit.Declared], params: Sequence[ctypes.Structure], device: torch.device
+    declared: tuple[jit.Declared, jit.Declared],
+    params: Sequence[ctypes.Structure],
+    device: torch.device,
+    sms: int | None = None,
 ) -> None:
     """Launch on the device's current stream: the first of `declared` for one rank, the second for several.
 
-    Several share the GPU's multiprocessors, so that each rank's blocks find a place beside those of the others.
+    sms: the multiprocessors to use, None: all. Several ranks share them, so that each rank's blocks find a place beside
+    those of the others.
     """
     if len(params) > LIMITS["MAX_RANKS"] or not params:
         raise ValueError(f"members are {len(params)}; allowed: 1..{LIMITS['MAX_RANKS']}")
     chosen = declared[len(params) > 1]
     kernel, processors = _kernel(chosen, device.index)
+    if sms is not None:
+        between("sms", sms, len(params), processors)
+        processors = sms
     (size,) = kernel.usage.parameter_bytes
     block = b"".join(bytes(each) for each in params).ljust(size, b"\0")
     with torch.cuda.device(device):
@@ -117,8 +146,13 @@ def launch(
         kernel.launch(stream, grid, chosen.threads, chosen.shared_bytes, (block,))
 
 
-def declared(stage: str, threads: int, shared_bytes: int, proof: str) -> tuple[jit.Declared, jit.Declared]:
-    """A stage's kernel for one rank and one for several on a GPU, whose blocks `[:, r]` are the r-th."""
+def declared(
+    stage: str, threads: int, shared_bytes: int, proof: str, arguments: str = ""
+) -> tuple[jit.Declared, jit.Declared]:
+    """A stage's kernel for one rank and one for several on a GPU, whose blocks `[:, r]` are the r-th.
+
+    arguments: of the kernel's template, such as "<Fp32, true>".
+    """
     include = f'#include "{stage}.cuh"\n{proof}'
     params = f"{stage.capitalize()}Params"
     several = f"""
@@ -127,13 +161,13 @@ struct Several {{
     {params} ranks[MAX_RANKS];
 }};
 __global__ void __launch_bounds__({threads}, 1) {stage}_several(const __grid_constant__ Several p) {{
-    run_{stage}(p.ranks[blockIdx.y]);
+    run_{stage}{arguments}(p.ranks[blockIdx.y]);
 }}
 }}
 """
     sources = (
-        jit.Source(stage, include, (f"moeloom::{stage}",)),
-        jit.Source(f"{stage}_several", include + several, (f"moeloom::{stage}_several",)),
+        jit.Source(f"{stage}{arguments}", include, (f"moeloom::{stage}{arguments}",)),
+        jit.Source(f"{stage}_several{arguments}", include + several, (f"moeloom::{stage}_several",)),
     )
     one, more = (jit.Declared(source, threads, shared_bytes=shared_bytes) for source in sources)
     return one, more

@@ -34,17 +34,17 @@ class DispatchParams(ctypes.Structure):
 class CombineSpace(ctypes.Structure):
     """Where combine's regions lie in a rank's symmetric memory, in bytes."""
 
-    _fields_ = _fields(_LONG, "bank_bytes sender_bytes begun arrived sums")
+    _fields_ = _fields(_LONG, "bank_bytes sender_bytes begun sums slots")
 
 
 class CombineParams(ctypes.Structure):
     """What combine takes, for one rank."""
 
     _fields_ = [
-        *_fields(_ADDRESS, "rows pair_row row_weight tokens_of_rank topk_idx expert_rank peers state y"),
+        *_fields(_ADDRESS, "rows pair_row row_weight topk_weights tokens_of_rank topk_idx expert_rank peers state y"),
         ("space", CombineSpace),
         ("timeout_ns", _LONG),
-        *_fields(_INT, "max_tokens num_topk num_experts num_ranks rank row_bytes parts ids_are_64"),
+        *_fields(_INT, "num_tokens max_tokens num_topk num_experts num_ranks rank row_bytes ids_are_64 parts"),
     ]
 
 
@@ -55,11 +55,17 @@ class Counter(ctypes.Structure):
 
 
 class State(ctypes.Structure):
-    """What a rank's kernels keep between launches: one for dispatch and one for combine, zeros at first."""
+    """What a rank's kernels keep between launches: one for dispatch and one for combine, zeros at first.
+
+    failure, stop: addresses, 0 for none. failure: `[4]` words of the host, which get (aborted, phase, peer, epoch) when
+    a wait gives up, the first last. stop: a word that a peer may set to the first epoch in which it takes no part.
+    """
 
     _fields_ = [
         *_fields(_WORD, "epoch aborted phase peer"),
-        ("_line", _WORD * 28),
+        *_fields(_ADDRESS, "failure stop"),
+        ("wrong_ids", _WORD),
+        ("_line", _WORD * 23),
         ("finished", Counter),
         ("tickets", Counter * 4),
     ]

@@ -23,7 +23,7 @@ LIMITS = {
     "WORD_COUNTS": 6,
 }
 MAX_ROW_BYTES = 1 << 20
-MAX_PARTS = 8  # of a token's row in combine
+MAX_PARTS = 32  # of a token's row in combine
 NUM_BANKS = 2
 ALIGNMENT_BYTES = 256
 VECTOR_BYTES = 16  # rows move in units of these
@@ -40,17 +40,14 @@ def most_tokens(num_topk: int) -> int:
     return LIMITS["MAX_CHUNKS"] * (LIMITS["MAX_CHUNK_PAIRS"] // num_topk // 2 * 2)
 
 
-def default_parts(num_tokens: int) -> int:
-    """Into how many parts combine divides a token's row, so that few tokens keep a GPU busy. Equal on all ranks."""
-    return 8 if num_tokens <= 256 else 2 if num_tokens <= 1024 else 1
-
-
 @dataclass(frozen=True)
 class Sizes:
     """What all ranks of an exchange agree on. Raises ValueError for what the kernels cannot do.
 
     max_tokens: of any rank. num_local: the most experts of any rank. row_bytes: of a row that dispatch brings.
-    sum_bytes: of a bf16 row that combine brings back.
+    sum_bytes: of a row that combine brings back, at most. within: the memory's, of which this exchange uses a part:
+    regions keep their places, because a word of an older launch must not look like one of this. slots_travel: there is
+    room for every row of combine's reduction per_slot.
     """
 
     num_ranks: int
@@ -60,6 +57,8 @@ class Sizes:
     num_local: int
     row_bytes: int
     sum_bytes: int
+    within: Sizes | None = None
+    slots_travel: bool = False
 
     def __post_init__(self) -> None:
         between("num_ranks", self.num_ranks, 1, LIMITS["MAX_RANKS"])
@@ -77,6 +76,14 @@ class Sizes:
             between(name, size, VECTOR_BYTES, MAX_ROW_BYTES)
             if size % VECTOR_BYTES:
                 raise ValueError(f"{name} is {size}; allowed: multiples of {VECTOR_BYTES}")
+        if self.within is not None and not self.within.holds(self):
+            raise ValueError(f"sizes are {self}; allowed: at most those of the memory, {self.within}")
+
+    def holds(self, other: Sizes) -> bool:
+        """Whether memory of these sizes has room for an exchange of the other's."""
+        names = ("max_tokens", "num_topk", "num_local", "row_bytes", "sum_bytes", "slots_travel")
+        enough = all(getattr(self, name) >= getattr(other, name) for name in names)
+        return enough and self.num_ranks == other.num_ranks
 
     @property
     def pairs(self) -> int:
@@ -86,6 +93,8 @@ class Sizes:
     @cached_property
     def dispatch_space(self) -> DispatchSpace:
         """Offsets of dispatch's regions; they are first."""
+        if self.within is not None:
+            return self.within.dispatch_space
         line = -(-self.num_local // LIMITS["WORD_COUNTS"]) * VECTOR_BYTES
         offsets, size = _place(
             shown=8,
@@ -100,10 +109,14 @@ class Sizes:
     @cached_property
     def combine_space(self) -> CombineSpace:
         """Offsets of combine's regions, behind dispatch's."""
+        if self.within is not None:
+            return self.within.combine_space
         before = NUM_BANKS * self.dispatch_space.bank_bytes
-        offsets, size = _place(begun=8, arrived=self.max_tokens * MAX_PARTS * 4, sums=self.max_tokens * self.sum_bytes)
+        offsets, size = _place(begun=8, sums=self.max_tokens * self.sum_bytes)
         shifted = {name: before + offset for name, offset in offsets.items()}
-        return CombineSpace(bank_bytes=size * self.num_ranks, sender_bytes=size, **shifted)
+        slots = self.num_ranks * size
+        slot_bytes = _place(slots=self.pairs * self.sum_bytes)[1] if self.slots_travel else 0
+        return CombineSpace(bank_bytes=slots + slot_bytes, sender_bytes=size, slots=before + slots, **shifted)
 
     @property
     def num_bytes(self) -> int:

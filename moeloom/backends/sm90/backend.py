@@ -1,0 +1,298 @@
+"""The SM90 backend: the GPUs of a node, H100 or H200. What it owns, and its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from moeloom import jit
+from moeloom.backends import plain_experts
+from moeloom.backends.base import ExpertGrads, Handle, Pending, RowOrder, Traffic
+from moeloom.backends.control import Control
+from moeloom.backends.peers import Peers
+from moeloom.backends.sm90 import combine, dispatch, exchange, experts, experts_backward, grouped, quantize
+from moeloom.backends.sm90.homes import Homes, Served
+from moeloom.backends.sm90.member import Member
+from moeloom.backends.sm90.memory import SymmetricMemory, check_peers, write_word
+from moeloom.backends.sm90.news import News
+from moeloom.backends.sm90.spaces import LIMITS, VECTOR_BYTES, Sizes
+from moeloom.config import Recipe
+from moeloom.errors import CapabilityError, CapacityError
+from moeloom.experts import Experts
+from moeloom.placement import Placement
+from moeloom.quantize import pack_records, record_bytes
+from moeloom.topology import Topology
+from moeloom.types import ExchangeName, Quantized, Received, Routing
+
+STOP_BYTES = 256  # behind what kernels use; its first word is `State.stop`
+STOPPED = 0xFFFFFFFF  # from the first epoch on
+MAX_KEPT = 256  # members and placements; those of long ago are made again
+
+
+class Sm90Backend:
+    """Kernels over memory that the GPUs of one node share. See `Backend` for the stages.
+
+    An operation begins with a round of the hosts, so that what is wrong on one rank is an error on all of them; GPUs
+    run behind. Not so under capture: a graph's replay is of the GPUs only. What kernels find, the next call raises.
+    """
+
+    name = "sm90"
+    pipelines: tuple[str, ...] = ("split", "decode")
+    overlaps_chunks = False  # a thread for the experts shares the stream
+    layer_rows = RowOrder(alignment=grouped.ALIGNMENT, exact=False)
+    decode_rows = RowOrder(exact=False)
+
+    def __init__(self, peers: Peers, store: Store | None, topology: Topology, max_tokens: int | None) -> None:
+        if topology.num_nodes > 1 or topology.num_ranks > LIMITS["MAX_RANKS"]:
+            raise CapabilityError(
+                f"the sm90 backend serves the GPUs of one node, up to {LIMITS['MAX_RANKS']}; found:"
+                f" {topology.num_ranks} ranks on {topology.num_nodes} nodes. backend='cpu' has no such limit"
+            )
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.rank, self.topology, self.max_tokens = peers.rank, topology, max_tokens
+        self.traffic = Traffic()
+        self.control = Control(peers, topology.local_ranks(self.rank))
+        if topology.num_ranks > 1:
+            self.control.attach()
+            check_peers(self.control, self.device)
+        # a kernel loaded late would wait for those that wait for it
+        for declared in (*dispatch.KERNELS[:1], *combine.KERNELS[:1]):
+            jit.load(jit.compile(declared.source), self.device)
+        self.memory = SymmetricMemory(self.control, self.device)
+        self.news = News(self.control)
+        self._base: Member | None = None
+        self._members: dict[tuple, Member] = {}
+        self._served: dict[Placement, Served] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._stops: list[int] = []
+
+    # ---- the stages
+
+    def dispatch(
+        self, x: Tensor, routing: Routing | Handle, placement: Placement, rows: RowOrder, exchange_name: ExchangeName
+    ) -> tuple[Received, Handle]:
+        """See `Backend.dispatch`."""
+        return exchange.dispatch(self, x, routing, placement, rows, exchange_name)
+
+    def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True) -> Tensor:
+        """See `Backend.combine`."""
+        return exchange.combine(self, rows, handle, recipe, weighted, identity)
+
+    def experts(self, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
+        """See `Backend.experts`."""
+        if recipe.dtype == torch.float32:
+            return plain_experts.experts(received, weights, recipe)
+        with torch.cuda.device(self.device):
+            if recipe.quantized and weights.scales is None:
+                weights = experts.prepare(weights)
+            rows = received.rows.reshape(-1, received.rows.shape[-1])
+            if received.scales is not None:
+                rows = _records(rows, received.scales.reshape(len(rows), -1))
+            out = experts.experts(
+                rows,
+                received.expert_start.int(),
+                received.num_tokens_per_expert.int(),
+                received.topk_weights.reshape(-1),
+                weights,
+                recipe,
+            )
+            return out.view(*received.rows.shape)
+
+    def experts_backward(self, received: Received, d_out: Tensor, weights: Experts, recipe: Recipe) -> ExpertGrads:
+        """See `Backend.experts_backward`."""
+        if recipe.quantized:
+            raise CapabilityError(f"recipe {recipe.name} is forward only; train in bf16")
+        if recipe.dtype == torch.float32:
+            return plain_experts.experts_backward(received, d_out, weights, recipe)
+        with torch.cuda.device(self.device):
+            return experts_backward.experts_backward(
+                received.rows,
+                received.expert_start.int(),
+                received.num_tokens_per_expert.int(),
+                received.topk_weights,
+                d_out,
+                weights,
+                owned=True,
+                zero_tail=False,
+            )
+
+    def begin_dispatch(
+        self, x: Tensor, routing: Routing, placement: Placement, rows: RowOrder, exchange_name: ExchangeName
+    ) -> Pending:
+        """See `Backend.begin_dispatch`. The stream orders what follows: nothing is left to wait for."""
+        return Pending(None, exchange.dispatch(self, x, routing, placement, rows, exchange_name, pipeline="decode"))
+
+    def decode_experts(self, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
+        """See `Backend.decode_experts`."""
+        return self.experts(received, weights, recipe)
+
+    def begin_combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Pending:
+        """See `Backend.begin_combine`."""
+        return Pending(None, exchange.combine(self, rows, handle, recipe, weighted))
+
+    def records(self, x: Tensor) -> Tensor:
+        """See `Backend.records`."""
+        with torch.cuda.device(self.device):
+            return quantize.quantize_rows(x)
+
+    # ---- what stages need
+
+    @contextmanager
+    def operation(self, kind: str) -> Iterator[None]:
+        """One collective operation on this device."""
+        try:
+            with self.control.operation(kind), torch.cuda.device(self.device):
+                yield
+        except BaseException:
+            if self.control.failure is not None:
+                self._stop_peers()  # they may have launched what now waits for this rank
+            raise
+
+    def _stop_peers(self) -> None:
+        """End every wait of the other ranks' kernels, for good. Beside a stream that may itself be waiting."""
+        stream = torch.cuda.Stream(self.device)
+        for rank, stop in enumerate(self._stops):
+            if rank != self.rank:
+                write_word(stop, STOPPED, stream.cuda_stream)
+        stream.synchronize()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream's launches go into a graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def agree(self, same: dict, own: dict | None = None) -> list[dict]:
+        """`Control.agree`, with what kernels have found since; under capture the hosts do not meet, and it is empty."""
+        self.news.raise_failure()
+        if self.capturing:
+            return []
+        return self.control.agree(same, own, self.news.take())
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Launches that wait for other ranks follow each other, on whatever streams."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._stream is not None and self._stream != stream and not self.capturing:
+            stream.wait_stream(self._stream)
+        yield
+        if not self.capturing:
+            self._stream = stream
+
+    def served(self, placement: Placement) -> Served:
+        """The placement on this device."""
+        if placement not in self._served:
+            _make_room(self._served)
+            self._served[placement] = Served(placement, self.rank, self.device)
+        return self._served[placement]
+
+    def member(
+        self,
+        homes: Homes,
+        num_topk: int,
+        max_tokens: int,
+        row_bytes: int = VECTOR_BYTES,
+        sum_bytes: int = VECTOR_BYTES,
+        strict: bool = True,
+        slots_travel: bool = False,
+    ) -> Member:
+        """This rank's end of an exchange of such rows. Collective where symmetric memory has to grow for it."""
+        shape: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "num_topk": num_topk,
+            "num_local": homes.num_local,
+            "row_bytes": row_bytes,
+            "sum_bytes": sum_bytes,
+            "slots_travel": slots_travel,
+        }
+        self._reserve(shape)
+        key = (homes, strict, *shape.values())
+        if key not in self._members:
+            assert self._base is not None
+            within = self._base.sizes
+            sizes = Sizes(within.num_ranks, num_experts=homes.num_experts, within=within, **shape)
+            _make_room(self._members)
+            self._members[key] = replace(
+                self._base,
+                sizes=sizes,
+                expert_rank=homes.expert_rank,
+                expert_slot=homes.expert_slot,
+                problems=self.news.strict if strict else self.news.lenient,
+            )
+        return self._members[key]
+
+    def _reserve(self, shape: dict[str, Any]) -> None:
+        """Let the symmetric memory have room for this, beside what it had room for before; for what follows too."""
+        need = {**shape, "sum_bytes": max(shape["sum_bytes"], 2 * shape["row_bytes"])}
+        if self._base is not None:
+            have = {name: getattr(self._base.sizes, name) for name in need}
+            if all(have[name] >= shape[name] for name in shape):
+                return
+            need = {name: max(have[name], need[name]) for name in need}
+        if self.capturing:
+            raise CapacityError(
+                f"symmetric memory must grow to {need}, which a graph cannot capture; run the layer once before capture"
+            )
+        num_ranks = self.topology.num_ranks
+        placement = Placement.even(num_ranks * need["num_local"], num_ranks)
+        sizes = Sizes(num_ranks=num_ranks, num_experts=placement.num_experts, **need)
+        self._members.clear()
+        self._base = None
+        addresses = self.memory.make(sizes.num_bytes + STOP_BYTES)
+        self._stops = [address + sizes.num_bytes for address in addresses]
+        self._base = Member.make(
+            sizes,
+            placement,
+            self.rank,
+            addresses,
+            self.control.peers.timeout,
+            self.device,
+            self.news.failures,
+            self._stops[self.rank],
+        )
+
+    # ---- for the Runtime
+
+    def gather(self, kind: str, own: dict) -> list[dict]:
+        """See `Backend.gather`."""
+        with self.control.operation(kind):
+            return self.control.agree({}, own)
+
+    def refuse(self, kind: str, error: Exception) -> None:
+        """See `Backend.refuse`. Raises the error on this rank."""
+        with self.control.operation(kind):
+            raise error
+
+    def symmetric_bytes(self) -> int:
+        """See `Backend.symmetric_bytes`."""
+        return self.memory.num_bytes
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        self._members.clear()
+        self._served.clear()
+        self._stops = []
+        self.memory.close()
+        self._base = self._stream = None
+        self.control.detach()
+
+
+def _records(values: Tensor, scales: Tensor) -> Tensor:
+    """Quantised rows as records: as they have come, if they have."""
+    num_rows, hidden = values.shape
+    begin = -(-hidden // 4) * 4
+    pitch = values.stride(0)
+    together = scales.data_ptr() == values.data_ptr() + begin and scales.stride(0) * 4 == pitch
+    if num_rows and together:
+        return values.view(torch.uint8).as_strided((num_rows, record_bytes(hidden)), (pitch, 1))
+    return pack_records(Quantized(values, scales))
+
+
+def _make_room(kept: dict) -> None:
+    if len(kept) >= MAX_KEPT:
+        del kept[next(iter(kept))]
