@@ -112,9 +112,9 @@ def stages(
     return ", ".join(f"{name} {timed(run, flush, rounds):.1f}" for name, run in parts.items())
 
 
-def measure(rt: Runtime, chosen: argparse.Namespace, experts: Experts, tokens: int, flush: Tensor) -> str:
+def measure(rt: Runtime, chosen: argparse.Namespace, name: str, experts: Experts, tokens: int, flush: Tensor) -> str:
     """A line."""
-    shape = SHAPES[chosen.shape]
+    shape = SHAPES[name]
     hidden, _, num_experts, topk = shape
     recipe, device = (FP8 if chosen.recipe == "fp8" else BF16), flush.device
     generator = torch.Generator(device).manual_seed(rt.rank)
@@ -123,7 +123,7 @@ def measure(rt: Runtime, chosen: argparse.Namespace, experts: Experts, tokens: i
     routing = Routing(ids, torch.rand(tokens, topk, generator=generator, device=device))
     ranks = rt.topology.num_ranks
     bound = bound_us(shape, tokens, ranks, recipe.quantized, 3 if chosen.train else 1)
-    line = f"{chosen.shape} {recipe} T={tokens:<5}"
+    line = f"{name} {recipe} T={tokens:<5}"
     if chosen.train:
         d_y = torch.randn_like(x)
         x.requires_grad_()
@@ -166,7 +166,7 @@ def measure(rt: Runtime, chosen: argparse.Namespace, experts: Experts, tokens: i
 def main() -> None:
     """Print a line per number of tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="deepseek-v3")
+    parser.add_argument("--shapes", choices=SHAPES, nargs="+", default=["deepseek-v3"])
     parser.add_argument("--recipe", choices=["fp8", "bf16"], default="fp8")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 2048, 8192])
     parser.add_argument("--rounds", type=int, default=9)
@@ -179,19 +179,20 @@ def main() -> None:
         os.environ.update(NCCL_NVLS_ENABLE="0")  # multicast can put shared GPUs out of service
         dist.init_process_group("nccl", device_id=device)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    for most in (GRAPH_TOKENS, 8192):
-        counts = [t for t in chosen.tokens if (t <= GRAPH_TOKENS) == (most == GRAPH_TOKENS)]
-        if not counts:
-            continue
-        with Runtime(backend="sm90", max_tokens=max(counts), timeout=20) as rt:
-            hidden, intermediate, num_experts, _ = SHAPES[chosen.shape]
-            local = num_experts // rt.topology.num_ranks
-            experts = make_experts(local, hidden, intermediate, chosen.recipe == "fp8", device)
-            for tokens in counts:
-                line = measure(rt, chosen, experts, tokens, flush)
-                if rt.rank == 0:
-                    print(line, flush=True)
-            del experts
+    for shape in chosen.shapes:
+        hidden, intermediate, num_experts, _ = SHAPES[shape]
+        local = num_experts // int(os.environ.get("WORLD_SIZE", "1"))
+        experts = make_experts(local, hidden, intermediate, chosen.recipe == "fp8", device)
+        for few in (True, False):
+            counts = [t for t in chosen.tokens if (t <= GRAPH_TOKENS) == few]
+            if not counts:
+                continue
+            with Runtime(backend="sm90", max_tokens=max(counts), timeout=20) as rt:
+                for tokens in counts:
+                    line = measure(rt, chosen, shape, experts, tokens, flush)
+                    if rt.rank == 0:
+                        print(line, flush=True)
+        del experts
     if dist.is_initialized():
         dist.destroy_process_group()
 

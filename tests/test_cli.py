@@ -33,7 +33,7 @@ from tests.support.processes import heed_interrupts
 
 ROOT = Path(__file__).parent.parent
 RECORDED = ROOT / "tests/assets/routing_qwen3moe_stdlib.safetensors"
-SMALL = ("--scale", "16", "--tokens", "32", "--steps", "2")
+SMALL = ("--device", "cpu", "--scale", "16", "--tokens", "32", "--steps", "2")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "moeloom")
 
 
@@ -240,6 +240,50 @@ def test_every_kind_of_preset_passes_its_check(model: str, recipe: str) -> None:
     assert not broken.passed and (broken.wrong.token, broken.wrong.element) == (3, 2)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "mixtral-8x7b"])
+def test_a_rank_holds_what_one_expert_gives(model: str, recipe: str) -> None:
+    """Slot by slot, bit for bit; a rank may have none."""
+    ranks = 9 if model == "mixtral-8x7b" else 5
+    settings = Settings(model=model, recipe_name=recipe, tokens=(3,) * ranks, scale=64)
+    for rank, slots in enumerate(settings.placement.slots):
+        held = local_experts(settings, rank)
+        held.check(len(slots), settings.shape.expert_hidden)
+        assert (held.scales is not None) == (recipe == "fp8") and held.placement == settings.placement
+        for slot, expert in enumerate(slots):
+            one = one_expert(settings, expert)
+            assert one.tensors().keys() == held.tensors().keys()
+            pairs = [(held.tensors()[name], tensor) for name, tensor in one.tensors().items()]
+            pairs += zip(held.scales or (), one.scales or (), strict=True)
+            assert all(torch.equal(bits(whole[slot]), bits(alone[0])) for whole, alone in pairs)
+            assert all(tensor.float().isfinite().all() and tensor.float().any() for _, tensor in pairs)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("model", ["mixtral-8x7b", "gpt-oss-20b"])
+def test_quantised_weights_are_of_the_size_of_the_others(model: str) -> None:
+    fp8, plain = (one_expert(Settings(model=model, recipe_name=name, scale=16), 0) for name in ("fp8", "fp32"))
+    for number, weight in zip(fp8.rounded(0), (plain.gate_up[0], plain.down[0]), strict=True):
+        assert float(number.square().mean()) == pytest.approx(float(weight.square().mean()), rel=0.3)
+
+
+def test_what_gpus_cannot_do_yet_is_said_before_ranks_start() -> None:
+    for options, message in (
+        ({"recipe_name": "fp32"}, "--recipe is fp32, not for GPUs yet; allowed there: bf16 and fp8; or --device cpu"),
+        ({"recipe_name": "bf16", "nodes": 2}, "--nodes is 2, not for GPUs yet; allowed there: 1; or --device cpu"),
+        (
+            {"recipe_name": "bf16", "exchange": "hybrid"},
+            "--exchange is hybrid, not for GPUs yet; allowed there: auto and",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            Settings(device="cuda", **options)
+    assert Settings(device="cuda", recipe_name="fp8").backend == "sm90"
+
+
 def test_fp8_has_no_backward() -> None:
     with pytest.raises(ValueError, match="--backward is set, but --recipe fp8 is forward only"):
         Settings(recipe_name="fp8", backward=True)
@@ -262,7 +306,7 @@ def test_skewed_is_skewed() -> None:
 
 
 def test_interrupt_ends_all_ranks() -> None:
-    process = start("-m", "moeloom", "run", "--steps", "1000000")
+    process = start("-m", "moeloom", "run", "--device", "cpu", "--steps", "1000000")
     try:
         # this process, resource tracker, fork server, four ranks; then a moment to get into the steps
         assert wait_until(lambda: len(session_members(process.pid)) >= 7, 30)
@@ -281,6 +325,15 @@ def test_joins_torchrun() -> None:
     out, err = finish(process)
     assert process.returncode == 0, err
     assert out.count("check passed") == 1 and "2 ranks on 1 node" in out
+    assert "error" not in err.lower()
+
+
+def test_bench_joins_torchrun() -> None:
+    small = ("--device", "cpu", "--model", "mixtral-8x7b", "--scale", "64", "--tokens", "8", "--steps", "1")
+    process = start(*TORCHRUN, "bench", *small)
+    out, err = finish(process)
+    assert process.returncode == 0, err
+    assert out.count("|   experts") == 1 and out.startswith("mixtral-8x7b at 1/64 width") and "\n2 x " in out
     assert "error" not in err.lower()
 
 

@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
+import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 
 import moeloom
 from moeloom import env, machine_cache
+from moeloom.backends.sm90.probe import gpus_with_kernels
+from moeloom.cli.bench import Bench, Measurement, Note, PipelineChoice, bench_rank
+from moeloom.cli.bench_report import BenchFiles, print_bench
 from moeloom.cli.doctor import examine, works
 from moeloom.cli.drawings import save_trace
 from moeloom.cli.findings import as_json, print_findings
 from moeloom.cli.measure import run_measure, table_of
+from moeloom.cli.measure_gpu import print_gpu, run_measure_gpu
 from moeloom.cli.plan import CPU, MACHINES, Output, PhaseName, Query, parse_range, show_plans
 from moeloom.cli.report import passed, print_report, progress_bar, trace_title
-from moeloom.cli.run import ExchangeChoice, RecipeName, Report, Settings, Step, run_rank
+from moeloom.cli.run import (
+    GPU_RECIPES,
+    DeviceName,
+    ExchangeChoice,
+    RecipeName,
+    Report,
+    Settings,
+    Step,
+    run_rank,
+)
+from moeloom.cli.timing import meet
 from moeloom.errors import MoeloomError
-from moeloom.launch import RankPool
+from moeloom.launch import BACKENDS, RankPool
 from moeloom.types import ReductionName
 
 FAILED, USAGE, INTERRUPTED = 1, 2, 130
 DEFAULT_RANKS, DEFAULT_NODES = 4, 1
+MeasuredBackend = Literal["auto", "cpu", "sm90"]
+DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -55,8 +72,12 @@ def commands(
 def run(
     model: Annotated[str, typer.Option(help="Preset of moeloom.models.")] = "qwen3-30b-a3b",
     scale: Annotated[int, typer.Option(min=1, help="Divide the model's widths by this.")] = 8,
+    device: Annotated[
+        DeviceChoice, typer.Option(help="Where it runs; auto: GPUs, if they are H100 or H200 and can do what is asked.")
+    ] = "auto",
     ranks: Annotated[
-        int | None, typer.Option(min=1, show_default="4, or those of torchrun", help="Number of ranks to start.")
+        int | None,
+        typer.Option(min=1, show_default="4, one per GPU, or those of torchrun", help="Number of ranks to start."),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, show_default="1, or those of torchrun", help="Nodes to spread the ranks over.")
@@ -65,7 +86,9 @@ def run(
         str, typer.Option(help="Tokens per rank: one number, or one for each rank: 256,0,17,300.")
     ] = "256",
     exchange: Annotated[ExchangeChoice, typer.Option(help="How rows cross nodes; auto asks the planner.")] = "auto",
-    recipe: Annotated[RecipeName, typer.Option(help="Dtype of tokens, weights and rows.")] = "fp32",
+    recipe: Annotated[
+        RecipeName | None, typer.Option(show_default="fp32, bf16 on GPUs", help="Dtype of tokens, weights and rows.")
+    ] = None,
     reduction: Annotated[ReductionName, typer.Option(help="Where a token's rows are summed.")] = "per_rank",
     routing: Annotated[
         str,
@@ -96,18 +119,76 @@ def run(
     Starts the ranks itself, or joins those of torchrun.
     """
     try:
-        num_ranks = join_launcher(ranks) if env.is_torchrun() else ranks or DEFAULT_RANKS
+        chosen = device_to_use(device, nodes, exchange, recipe)
+        num_ranks = ranks_to_use(chosen, ranks, DEFAULT_RANKS)
         settings = Settings(
             model=model, scale=scale, tokens=parse_tokens(tokens, num_ranks),
             nodes=nodes if nodes or dist.is_initialized() else DEFAULT_NODES,
-            exchange=exchange, recipe_name=recipe, reduction=reduction, routing=routing, steps=steps, check=check,
-            seed=seed, timeout=timeout, checkpoint=checkpoint, layer=layer, backward=backward, chunks=chunks,
-            trace=trace,
+            exchange=exchange, recipe_name=recipe or ("fp32" if chosen == "cpu" else "bf16"), reduction=reduction,
+            routing=routing, steps=steps, check=check, seed=seed, timeout=timeout, checkpoint=checkpoint, layer=layer,
+            backward=backward, chunks=chunks, trace=trace, device=chosen,
         )  # fmt: skip
     except ValueError as error:
         _report_error(error, debug)
         raise typer.Exit(USAGE) from None
     raise typer.Exit(execute(settings, debug=debug))
+
+
+@app.command()
+def bench(
+    model: Annotated[
+        str | None, typer.Option(show_default="deepseek-v3; qwen3-30b-a3b on CPUs", help="Preset of moeloom.models.")
+    ] = None,
+    scale: Annotated[
+        int | None, typer.Option(min=1, show_default="1; 8 on CPUs", help="Divide the model's widths by this.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(show_default="1,8,64,512,2048,8192; 1,16,256 on CPUs", help="Per rank: a case for each number."),
+    ] = None,
+    recipe: Annotated[
+        RecipeName | None,
+        typer.Option(show_default="fp8, bf16 with --train; fp32 on CPUs", help="Dtype of weights and rows."),
+    ] = None,
+    device: Annotated[DeviceChoice, typer.Option(help="auto: GPUs, if they are H100 or H200.")] = "auto",
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="one per GPU, or those of torchrun; 2 on CPUs", help="Ranks to start."),
+    ] = None,
+    pipeline: Annotated[PipelineChoice, typer.Option(help="auto asks the planner.")] = "auto",
+    train: Annotated[bool, typer.Option("--train", help="Time forward and backward.")] = False,
+    steps: Annotated[int, typer.Option(min=1, help="Timed rounds of each case.")] = 9,
+    peers: Annotated[
+        bool, typer.Option("--peers/--no-peers", help="Time other systems beside, where they are installed.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="For weights, tokens and routing.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank that does not come.")] = 60.0,
+    json_file: Annotated[
+        str, typer.Option("--json", metavar="FILE", help="Keep every measurement there, as a line of JSON.")
+    ] = "",
+    against: Annotated[
+        str, typer.Option(metavar="FILE", help="Exit code 1 if anything takes 15 % longer than in that --json FILE.")
+    ] = "",
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Time a layer and its stages, beside what this machine cannot do faster; with --against, find regressions.
+
+    Starts the ranks itself, or joins those of torchrun.
+    """
+    try:
+        on_cpu = (chosen := device_to_use(device, None, "auto", recipe)) == "cpu"
+        fast: RecipeName = "bf16" if train else "fp8"
+        settings = Bench(
+            model=model or ("qwen3-30b-a3b" if on_cpu else "deepseek-v3"), scale=scale or (8 if on_cpu else 1),
+            tokens=parse_cases(tokens or ("1,16,256" if on_cpu else "1,8,64,512,2048,8192")),
+            ranks=ranks_to_use(chosen, ranks, 2), recipe_name=recipe or ("fp32" if on_cpu else fast), device=chosen,
+            pipeline=pipeline, train=train, steps=steps, seed=seed, timeout=timeout, peers=peers,
+        )  # fmt: skip
+        files = BenchFiles.open(json_file, against)
+    except ValueError as error:
+        _report_error(error, debug)
+        raise typer.Exit(USAGE) from None
+    raise typer.Exit(execute_bench(settings, files, debug=debug))
 
 
 @app.command()
@@ -160,8 +241,12 @@ def plan(
 
 @app.command()
 def measure(
+    backend: Annotated[
+        MeasuredBackend, typer.Option(help="Whose machine; auto: sm90 if there is an H100 or H200 and no --ranks.")
+    ] = "auto",
     ranks: Annotated[
-        int | None, typer.Option(min=1, show_default="as many as cores, 4 at most", help="Ranks that work at once.")
+        int | None,
+        typer.Option(min=1, show_default="as many as cores, 4 at most", help="Ranks that work at once on the CPU."),
     ] = None,
     times: Annotated[int, typer.Option(min=3, help="How often each point is timed.")] = 9,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Keep the result for later plans.")] = True,
@@ -169,11 +254,34 @@ def measure(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Measure what this machine gives to ranks, for plans. Takes about 10 seconds; run it while nothing else runs."""
+    status = Console(stderr=True, highlight=False)
     with _one_line_errors(debug):
-        found = run_measure(Console(stderr=True, highlight=False), ranks or min(4, machine_cache.cores()), times)
-        typer.echo(json.dumps(found.to_json(), indent=1) if as_json_text else table_of(found))
+        chosen = backend_to_measure(backend, ranks)
+        if chosen == "sm90":
+            of_gpu = run_measure_gpu(status, times)
+            found, data = of_gpu.measured, of_gpu.to_json()
+        else:
+            found = run_measure(status, ranks or min(4, machine_cache.cores()), times)
+            data = found.to_json()
+        if as_json_text:
+            typer.echo(json.dumps(data, indent=1))
+        elif chosen == "sm90":
+            print_gpu(Console(highlight=False), of_gpu)
+        else:
+            typer.echo(table_of(found))
         if keep:
-            typer.echo(f"kept in {machine_cache.store(found)}", err=True)
+            typer.echo(f"kept in {machine_cache.store(found, chosen)}", err=True)
+
+
+def backend_to_measure(asked: MeasuredBackend, ranks: int | None) -> str:
+    """The backend whose machine is measured. Raises ValueError for GPUs that are not there, or ranks of theirs."""
+    if asked == "auto":
+        return "sm90" if ranks is None and gpus_with_kernels() else "cpu"
+    if asked == "sm90" and not gpus_with_kernels():
+        raise ValueError("--backend is 'sm90', but torch sees no H100 or H200 here; `moeloom doctor` says why")
+    if asked == "sm90" and ranks is not None:
+        raise ValueError(f"--ranks is {ranks}; leave it out with --backend sm90, where each rank has a GPU")
+    return asked
 
 
 @app.command()
@@ -193,13 +301,45 @@ def doctor(
     raise typer.Exit(0 if works(findings) else FAILED)
 
 
-def join_launcher(ranks: int | None) -> int:
+def device_to_use(
+    asked: DeviceChoice, nodes: int | None, exchange: ExchangeChoice, recipe: RecipeName | None
+) -> DeviceName:
+    """The device for what is asked. Raises ValueError for GPUs that are not there."""
+    if asked == "cpu":
+        return "cpu"
+    is_there = bool(gpus_with_kernels())
+    if asked == "cuda":
+        if not is_there:
+            raise ValueError("--device is 'cuda', but torch sees no H100 or H200 here; `moeloom doctor` says why")
+        return "cuda"
+    fits = nodes in (None, 1) and exchange != "hybrid" and recipe in (None, *GPU_RECIPES)
+    return "cuda" if is_there and fits else "cpu"
+
+
+def ranks_to_use(device: DeviceName, asked: int | None, on_cpu: int) -> int:
+    """As asked, or those of torchrun, one per GPU, or `on_cpu`."""
+    if env.is_torchrun():
+        return join_launcher(asked, device)
+    return asked or (on_cpu if device == "cpu" else len(gpus_with_kernels()))
+
+
+def join_launcher(ranks: int | None, device: DeviceName = "cpu") -> int:
     """Join the ranks that torchrun started; their number. Raises ValueError if the user asked for another one."""
-    dist.init_process_group("gloo")
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank(0) % torch.cuda.device_count())
+    dist.init_process_group(BACKENDS[device])
     num_ranks = dist.get_world_size()
     if ranks not in (None, num_ranks):
         raise ValueError(f"--ranks is {ranks}, but torchrun started {num_ranks}; leave it out")
     return num_ranks
+
+
+def parse_cases(text: str) -> tuple[int, ...]:
+    """The cases of a benchmark. Raises ValueError unless `text` is a list of numbers."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--tokens is {text!r}; give numbers: 1,64,4096") from None
 
 
 def parse_tokens(text: str, num_ranks: int) -> tuple[int, ...]:
@@ -241,17 +381,61 @@ def execute(settings: Settings, *, debug: bool = False, console: Console | None 
 def _events(settings: Settings) -> Generator[Step | Report, None, None]:
     """What happens on rank 0: in this process if torchrun made it a rank, otherwise in a new one."""
     if not dist.is_initialized():
-        with RankPool(settings.num_ranks, settings.nodes or DEFAULT_NODES) as pool:
-            try:
-                yield from pool.stream(run_rank, settings)
-            except BaseException:
-                for process in pool.processes:
-                    process.kill()  # in the middle of a step it does not listen; the pool would wait a second for each
-                raise
-        return
-    yield from run_rank(settings)
-    dist.barrier()  # nobody leaves while another still reads what it sent
+        pool = (settings.num_ranks, settings.nodes or DEFAULT_NODES, settings.device)
+        yield from _on_ranks(pool, run_rank, settings)
+    else:
+        yield from _on_this_rank(run_rank, settings)
+
+
+def _on_ranks(
+    pool: tuple[int, int, str], fn: Callable[..., Iterator[Any]], settings: Any
+) -> Generator[Any, None, None]:
+    """What fn yields on rank 0 of a new pool of so many ranks, nodes, and of that device."""
+    with RankPool(*pool) as ranks:
+        try:
+            yield from ranks.stream(fn, settings)
+        except BaseException:
+            for process in ranks.processes:
+                process.kill()  # in the middle of a step it does not listen; the pool would wait a second for each
+            raise
+
+
+def _on_this_rank(fn: Callable[..., Iterator[Any]], settings: Any) -> Generator[Any, None, None]:
+    """What fn yields on this rank of torchrun's."""
+    yield from fn(settings)
+    meet()  # nobody leaves while another still reads what it sent
     dist.destroy_process_group()
+
+
+def execute_bench(bench: Bench, files: BenchFiles, *, debug: bool = False, console: Console | None = None) -> int:
+    """Measure, print, keep and compare; the exit code."""
+    console = console or Console(highlight=False)
+    joined = dist.is_initialized()
+    is_first = not (joined and dist.get_rank())
+    found: list[Measurement] = []
+    notes: list[str] = []
+    try:
+        pool = (bench.ranks, 1, bench.device)
+        ranks = _on_this_rank(bench_rank, bench) if joined else _on_ranks(pool, bench_rank, bench)
+        with progress_bar(console) as show, closing(ranks) as events:
+            for event in events:
+                if isinstance(event, Measurement):
+                    found.append(event)
+                    files.keep(event)
+                elif isinstance(event, Note):
+                    notes.append(event.text)
+                elif is_first:
+                    show(event)
+        if not is_first:
+            return 0
+        print_bench(console, bench, found, notes)
+        return FAILED if files.regressed(console, found) else 0
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return INTERRUPTED
+    except Exception as error:  # as in execute
+        _report_error(error, debug)
+        return FAILED
 
 
 @contextmanager

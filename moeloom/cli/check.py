@@ -215,7 +215,7 @@ def _e4m3(numbers: Tensor, height: int) -> Tensor:
 
 def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:
     """fp32 `[N, K]`, every block of 128 x 128 times its scale."""
-    rows, columns = (torch.arange(size) // 128 for size in numbers.shape)
+    rows, columns = (torch.arange(size, device=numbers.device) // 128 for size in numbers.shape)
     return numbers * scales[rows][:, columns]
 
 

@@ -77,15 +77,16 @@ def _print_title(console: Console, settings: Settings, report: Report) -> None:
     if settings.routing not in SYNTHETIC_ROUTING:
         routing = f"routing of {Path(settings.routing).name}"
     identity = f" (and {shape.num_identity_experts} identity)" if shape.num_identity_experts else ""
-    _say(
+    say(
         console,
         f"{name}: hidden {shape.expert_hidden}, intermediate {shape.intermediate}, {shape.num_experts}{identity}"
         f" experts, top-{settings.num_topk}",
         style="bold",
     )
-    _say(
+    say(
         console,
-        f"{_count(settings.num_ranks, 'rank')} on {_count(report.topology.num_nodes, 'node')}, {each}, {routing},"
+        f"{_count(settings.num_ranks, 'rank')} on {'GPUs of ' * (settings.device == 'cuda')}"
+        f"{_count(report.topology.num_nodes, 'node')}, {each}, {routing},"
         f" {settings.recipe}, {report.plan.exchange}",
     )
 
@@ -123,37 +124,39 @@ def _print_notes(console: Console, settings: Settings) -> None:
         f"Time: the slowest rank's, median of {_count(settings.steps, 'step')}. Share: mean of all ranks.",
         "Bytes and rows: sums over the ranks, of one step.",
     ]
+    if settings.device == "cuda":
+        notes.append("On GPUs a stage's time is between events on its stream: waits for the host are in it.")
     if shared:
         notes.append(f"Not run here: the model's {_count(shared, 'shared expert')}.")
     for note in notes:
-        _say(console, note, style="dim")
+        say(console, note, style="dim")
 
 
 def _print_plan(console: Console, settings: Settings, report: Report) -> None:
     """The plan that ran, what was expected of it and what it took."""
     plan, measured = report.plan, report.forward_seconds
-    _say(console, f"plan: {plan} ({plan.reason})", indent="  ")
+    say(console, f"plan: {plan} ({plan.reason})", indent="  ")
     if plan.seconds and plan.chosen:
         bound = WORDS.get(plan.chosen.bound, plan.chosen.bound)
-        _say(
+        say(
             console,
             f"predicted {time_text(plan.seconds)}, bound by {bound}; measured {time_text(measured)}:"
             f" {measured / plan.seconds:.2f} x as long",
         )
     else:
-        _say(console, f"measured {time_text(measured)}; no prediction: {_why_none(plan)}")
+        say(console, f"measured {time_text(measured)}; no prediction: {_why_none(plan)}")
     others = [c for c in plan.candidates if c is not plan.chosen and c.seconds is not None]
     if others:
         second = min(others, key=lambda candidate: candidate.seconds or 0.0)
         is_better = (second.seconds or 0.0) < (plan.seconds or math.inf)
         words = "the planner would take" if is_better else "runner-up"
-        _say(console, f"{words}: {second.name}, predicted {time_text(second.seconds or 0.0)}")
+        say(console, f"{words}: {second.name}, predicted {time_text(second.seconds or 0.0)}")
     note = f"Both of a forward: the slowest rank's, median of {_count(settings.steps, 'step')}."
     if plan.chunks > 1:
         note += " Its stages overlap."
-    _say(console, note, style="dim")
+    say(console, note, style="dim")
     for line in plan.context[1:]:
-        _say(console, f"Predicted for {line.removeprefix('machine: ')}.", style="dim")
+        say(console, f"Predicted for {line.removeprefix('machine: ')}.", style="dim")
 
 
 def _why_none(plan: Plan) -> str:
@@ -174,7 +177,7 @@ def _print_load(console: Console, settings: Settings, report: Report) -> None:
     placement = settings.placement
     load = [sum(counts) for counts in zip(*(one.load for one in report.ranks), strict=True)]
     experts, identity = load[: placement.num_experts], sum(load[placement.num_experts :])
-    _say(
+    say(
         console,
         f"expert load: {_count(sum(experts), 'row')}, mean {mean(experts):.1f}, max {max(experts)}"
         f" ({_ratio(experts)} of the mean), {experts.count(0)} of {len(experts)} idle",
@@ -194,7 +197,7 @@ def _print_load(console: Console, settings: Settings, report: Report) -> None:
         console.print(f"  {len(rest)} others: mean {mean(rest):.1f}, least {min(rest)}")
     per_rank = [sum(experts[expert] for expert in slots) for slots in placement.slots]
     listed = f"{', '.join(map(str, per_rank))} rows, " if len(per_rank) <= MAX_BARS else ""
-    _say(console, f"rank load: {listed}max {_ratio(per_rank)} of the mean")
+    say(console, f"rank load: {listed}max {_ratio(per_rank)} of the mean")
     if identity:
         console.print(f"identity experts: {identity} rows, which stay where they are")
 
@@ -220,7 +223,7 @@ def _print_verdict(console: Console, settings: Settings, what: str, verdicts: di
     first = verdicts[wrong[0]]
     names = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
     console.print(Text("check FAILED", "bold red").append(f"{of} on {names} of {len(verdicts)}", "not bold default"))
-    _say(
+    say(
         console,
         f"rank {wrong[0]}: error {first.error:.1e}, allowed {first.allowed:.1e} (twice that of PyTorch in {dtype});"
         f" largest difference {first.max_difference:.1e}",
@@ -237,11 +240,11 @@ def _print_wrong_row(console: Console, settings: Settings, rank: int, verdict: V
         for expert in row.expert_ids
         if expert >= 0
     )
-    _say(console, f"first wrong row: rank {rank}, token {row.token}; experts {experts or 'none'}")
-    _say(console, f"its worst element, {row.element}: expected {row.expected:.6g}, got {row.got:.6g}")
+    say(console, f"first wrong row: rank {rank}, token {row.token}; experts {experts or 'none'}")
+    say(console, f"its worst element, {row.element}: expected {row.expected:.6g}, got {row.got:.6g}")
 
 
-def _say(console: Console, text: str, style: str | None = None, indent: str = "") -> None:
+def say(console: Console, text: str, style: str | None = None, indent: str = "") -> None:
     """Print a line, wrapped; rich would leave blanks at the ends. indent: of what does not fit."""
     lines = textwrap.wrap(text, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     console.print("\n".join(lines), style=style, markup=False, soft_wrap=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moeloom.cli.check import Verdict, judge
 from moeloom.cli.drawings import TRACE_ENDINGS, check_file, predicted_events
+from moeloom.cli.timing import meter_of, settle
 from moeloom.cli.weights import local_experts, one_expert, random_for, read_shape
 from moeloom.config import RECIPES, Recipe
 from moeloom.meter import StageStats
@@ -34,7 +35,9 @@ from moeloom.types import ExchangeName, ReductionName, Routing
 
 ExchangeChoice = Literal["auto", "direct", "hybrid"]
 RecipeName = Literal["fp32", "bf16", "fp8"]
+DeviceName = Literal["cpu", "cuda"]
 SYNTHETIC_ROUTING = ("uniform", "skewed")
+GPU_RECIPES = ("bf16", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Settings:
     checkpoint, layer: read the experts of that layer from a Hugging Face folder, whose shape then replaces the model's.
     backward: run the backward too, and check the gradient of x.
     chunks: parts of the batch; 0 asks the planner. trace: a file for what ran when in the last step.
+    device: where weights and tokens are: "cuda" is each rank's current GPU.
     corrupt: spoil one value before the check, to see it fail; no option sets it.
     """
 
@@ -66,6 +70,7 @@ class Settings:
     backward: bool = False
     chunks: int = 0
     trace: str = ""
+    device: DeviceName = "cpu"
     corrupt: bool = False
 
     def __post_init__(self) -> None:
@@ -75,6 +80,8 @@ class Settings:
             raise ValueError(f"--tokens is {','.join(map(str, self.tokens))}; every number must be at least 0")
         if self.backward and self.recipe.quantized:
             raise ValueError(f"--backward is set, but --recipe {self.recipe_name} is forward only; use fp32 or bf16")
+        if self.device == "cuda":
+            self._check_gpus()
         if not self.timeout > 0:
             raise ValueError(f"--timeout is {self.timeout:g}; it must be positive seconds")
         if self.checkpoint:
@@ -87,6 +94,20 @@ class Settings:
             raise ValueError(f"--chunks is {self.chunks}; allowed: 1 and more, or 0 to ask the planner")
         if self.trace:
             check_file("--trace", self.trace, TRACE_ENDINGS)
+
+    def _check_gpus(self) -> None:
+        """The backend for GPUs would say it too, but after the ranks have started."""
+        found = {"--nodes": self.nodes, "--exchange": self.exchange, "--recipe": self.recipe_name}
+        allowed = {"--nodes": (None, 1), "--exchange": ("auto", "direct"), "--recipe": GPU_RECIPES}
+        for option, value in found.items():
+            if value not in allowed[option]:
+                names = " and ".join(str(name) for name in allowed[option] if name is not None)
+                raise ValueError(f"{option} is {value}, not for GPUs yet; allowed there: {names}; or --device cpu")
+
+    @property
+    def backend(self) -> str:
+        """What runs on the device."""
+        return "cpu" if self.device == "cpu" else "sm90"
 
     @property
     def num_ranks(self) -> int:
@@ -182,8 +203,9 @@ class Report:
 
 def run_rank(settings: Settings) -> Iterator[Step | Report]:
     """The run on one rank of the default group. Yields progress; last, on rank 0 only, the `Report`."""
-    with Runtime(max_tokens=max(1, *settings.tokens), timeout=settings.timeout) as runtime:
-        rank, topology = runtime.rank, runtime.topology
+    most = max(1, *settings.tokens)
+    with Runtime(max_tokens=most, backend=settings.backend, timeout=settings.timeout) as runtime:
+        rank, topology, meter = runtime.rank, runtime.topology, meter_of(runtime)
         if settings.nodes not in (None, topology.num_nodes):
             raise ValueError(f"--nodes is {settings.nodes}; the ranks are on {topology.num_nodes} (see MOELOOM_NODE)")
         yield Step("making weights", 0, 1)
@@ -192,7 +214,7 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
         plan = choose_plan(settings, runtime)
         d_y = None
         if settings.backward:
-            d_y = torch.randn(x.shape, generator=random_for(settings.seed, "gradient", rank)).to(x.dtype)
+            d_y = normal_rows(settings, "gradient", rank)
             for tensor in (x, *experts.tensors().values()):
                 tensor.requires_grad_()
         stages, forwards = [], []
@@ -202,12 +224,15 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
             yield Step("step", step, settings.steps + 1)
             before = runtime.stats()
             with runtime.tracing() if settings.trace and step == settings.steps else nullcontext(traced) as traced:
+                settle(meter)
                 start = time.perf_counter()
                 y = runtime.moe(x, routing, experts, recipe=settings.recipe, plan=plan)
+                settle(meter)
                 forwards.append(time.perf_counter() - start)
                 if settings.backward:
                     x.grad = None
                     y.backward(d_y)
+                    settle(meter)
             stages.append({name: now - before.get(name, StageStats()) for name, now in runtime.stats().items()})
         verdicts: dict[str, Verdict] = {}
         if settings.check:
@@ -269,11 +294,23 @@ def choose_plan(settings: Settings, runtime: Runtime) -> Plan:
 
 def make_tokens(settings: Settings, rank: int) -> Tensor:
     """`x [T, H]` of one rank."""
-    random = random_for(settings.seed, "tokens", rank)
-    return torch.randn(settings.tokens[rank], settings.shape.expert_hidden, generator=random).to(settings.recipe.dtype)
+    return normal_rows(settings, "tokens", rank)
+
+
+def normal_rows(settings: Settings, what: str, rank: int) -> Tensor:
+    """`[T, H]` normal numbers of the recipe's dtype, on the device; others for each `what`."""
+    random = random_for(settings.seed, what, rank, settings.device)
+    shape = (settings.tokens[rank], settings.shape.expert_hidden)
+    return torch.randn(*shape, generator=random, device=random.device).to(settings.recipe.dtype)
 
 
 def make_routing(settings: Settings, rank: int) -> Routing:
+    """`_routing` on the device."""
+    found = _routing(settings, rank)
+    return Routing(found.topk_idx.to(settings.device), found.topk_weights.to(settings.device))
+
+
+def _routing(settings: Settings, rank: int) -> Routing:
     """What the preset's router chooses from random logits, or the rank's rows of the file.
 
     skewed: expert e is drawn with a probability that falls like 1 / place, in an order of experts all ranks share.

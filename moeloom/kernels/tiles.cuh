@@ -174,7 +174,6 @@ struct Multiplier {
 
     __device__ __forceinline__ explicit Multiplier(TileShared& shared) : s(shared) {
         forget();
-        if (group() == 1) arrive_threads(TURN_BARRIER, MATH_THREADS);
     }
 
     // What follows from the thread's number is worked out again for each tile, instead of filling registers during one.
@@ -228,29 +227,42 @@ struct Multiplier {
             end_scales(k, steps);
             stage.await_full(s.loaded);
             const TileStage& from = s.stages[stage.place()];
-            const u64 tokens = operand(shared_address(from.rows + group() * 64 * STEP_BYTES));
-            float part[64];
+            u32 tokens[4][4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                await_turn();
-                begin_products();
-                multiply_rows<Values::e4m3>(part, tokens, operand(shared_address(from.weights[half])), 0);
-                commit_products();
-                end_turn();
-                await_products<0>();
-                hold(part);
-                if (half == 1) next_stage();
-                const float weight = half ? weight_1 : weight_0, x = upper * weight, y = lower * weight;
+            for (int i = 0; i < 4; ++i) hold_rows(tokens[i], shared_address(from.rows) + thread / 32 * 16 * STEP_BYTES, i);
+            const u64 weights = operand(shared_address(from.weights[0]));
+            float part[2][32];
+            multiply_quarter(part[0], tokens, weights, 0);
 #pragma unroll
-                for (int i = 0; i < 64; i += 4) {
-                    float* sum = sums + 64 * half + i;
-                    sum[0] = __fmaf_rn(part[i], x, sum[0]);
-                    sum[1] = __fmaf_rn(part[i + 1], x, sum[1]);
-                    sum[2] = __fmaf_rn(part[i + 2], y, sum[2]);
-                    sum[3] = __fmaf_rn(part[i + 3], y, sum[3]);
+            for (int quarter = 0; quarter < 4; ++quarter) {
+                if (quarter < 3) {
+                    multiply_quarter(part[1 - quarter % 2], tokens, weights, quarter + 1);
+                    await_products<1>();
+                } else {
+                    await_products<0>();
+                }
+                hold(part[quarter % 2]);
+                if (quarter == 3) next_stage();
+                const float weight = quarter / 2 ? weight_1 : weight_0, x = upper * weight, y = lower * weight;
+#pragma unroll
+                for (int i = 0; i < 32; i += 4) {
+                    float* sum = sums + 32 * quarter + i;
+                    const float* p = part[quarter % 2] + i;
+                    sum[0] = __fmaf_rn(p[0], x, sum[0]);
+                    sum[1] = __fmaf_rn(p[1], x, sum[1]);
+                    sum[2] = __fmaf_rn(p[2], y, sum[2]);
+                    sum[3] = __fmaf_rn(p[3], y, sum[3]);
                 }
             }
         }
+    }
+
+    // 64 columns.
+    static __device__ __forceinline__ void multiply_quarter(float (&part)[32], const u32 (&tokens)[4][4], u64 weights, int quarter) {
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) multiply_held(part, tokens[i], weights + quarter * (64 * STEP_BYTES / 16) + 2 * i, i);
+        commit_products();
     }
 
     // The same of bf16 rows, all of a step in one product.

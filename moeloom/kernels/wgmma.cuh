@@ -82,6 +82,24 @@ MOELOOM_MULTIPLY(32, "64", "32", "33", "34")
 MOELOOM_MULTIPLY(64, "128", "64", "65", "66")
 MOELOOM_MULTIPLY(128, "256", "128", "129", "130")
 
+// A in registers: 16 rows of each warp, 32 bytes of each. keep = 0: D = A * B
+__device__ __forceinline__ void multiply_held(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile("{ .reg .pred p;\n setp.ne.b32 p, %37, 0;\n"
+                 " wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" MOELOOM_LIST32
+                 "}, {%32, %33, %34, %35}, %36, p, 1, 1; }"
+                 : MOELOOM_OUT32(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+}
+
+// 32 bytes of 16 rows of 128 bytes, swizzled, as operand A. first: address of the first row; piece: which 32 bytes.
+__device__ __forceinline__ void hold_rows(u32 (&a)[4], u32 first, int piece) {
+    const u32 lane = lane_id(), row = lane % 16, chunk = 2 * piece + lane / 16;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(first + row * 128 + ((chunk ^ row % 8) << 4))
+                 : "memory");
+}
+
 // Four of them: all of rows of 128 bytes.
 template <Values values, int count>
 __device__ __forceinline__ void multiply_rows(float (&d)[count], u64 a, u64 b, int keep) {

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moeloom import BF16, FP32, Plan, Routing, Runtime, Topology, env
 from moeloom.backends.cpu import backend
-from moeloom.backends.shared_memory import SharedFile
 from moeloom.backends.cpu.wire import Wire
+from moeloom.backends.shared_memory import SharedFile
 from tests.support.failure import Attempt, Layer, attempt, layer, layer_of, works
 from tests.support.pool import Ranks, group_of, runtime_of
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from moeloom import BF16, FP8, Experts, Placement, Plan, Recipe, Routing, Runtime, SwiGLU
+from moeloom import BF16, FP8, Experts, Placement, Plan, Recipe, Router, Routing, Runtime, SwiGLU, nn
 from tests.support.compare import ALLOWED_RATIO, equal_bits, plain_layer, relative_error
 from tests.support.pool import Ranks, group_of
 
@@ -124,14 +126,13 @@ def backward(ranks: int) -> list[str]:
     with Runtime(group, backend="cpu", timeout=60) as cpu, Runtime(group, backend="sm90", timeout=60) as gpu:
         wrong, errors = [], []
         for rt in (cpu, gpu):
-            x, routing = (
-                given.to(rt.backend.device) if isinstance(given, Tensor) else given for given in shares[rt.rank]
-            )
-            weights = routing.topk_weights.to(rt.backend.device).requires_grad_()
-            x.requires_grad_()
-            experts = held(every, placement, rt.rank, rt.backend.device)
+            x, routing = shares[rt.rank]
+            device = rt.backend.device
+            x = x.detach().clone().to(device).requires_grad_()
+            weights = routing.topk_weights.clone().to(device).requires_grad_()
+            experts = held(every, placement, rt.rank, device)
             experts.gate_up.requires_grad_(), experts.down.requires_grad_()
-            y = rt.moe(x, Routing(routing.topk_idx.to(rt.backend.device), weights), experts)
+            y = rt.moe(x, Routing(routing.topk_idx.to(device), weights), experts)
             y.backward(normal(*y.shape, seed=50 + rt.rank).bfloat16().to(y.device))
             found = {"x": x, "topk_weights": weights, "gate_up": experts.gate_up, "down": experts.down}
             errors.append({name: relative_error(leaf.grad.cpu(), truth[name]) for name, leaf in found.items()})
@@ -191,4 +192,44 @@ def graph(ranks: int, recipe: Recipe) -> list[str]:
 @pytest.mark.parametrize("recipe", [BF16, FP8], ids=str)
 def test_graph(gpus: Ranks, ranks: int, recipe: Recipe) -> None:
     wrong = [line for lines in gpus.run(graph, ranks_here(ranks), recipe) for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def module() -> list[str]:
+    """`nn.MoE` in bf16 with shared experts, on both backends with the same parameters: results and gradients."""
+    group = group_of((0, 1))
+    if group is None:
+        return []
+    config = nn.MoEConfig(
+        hidden=HIDDEN,
+        intermediate=INTERMEDIATE,
+        num_experts=EXPERTS,
+        router=Router(num_topk=TOPK),
+        num_shared_experts=1,
+    )
+    with Runtime(group, backend="cpu", timeout=60) as cpu, Runtime(group, backend="sm90", timeout=60) as gpu:
+        found: list[dict[str, Tensor]] = []
+        start: dict[str, Tensor] = {}
+        for rt in (cpu, gpu):
+            device = rt.backend.device
+            mesh = DeviceMesh.from_group(group, device.type)
+            torch.manual_seed(3)
+            layer = nn.MoE(config, rt, mesh=mesh, device=device, dtype=torch.bfloat16)
+            for name, parameter in layer.named_parameters():
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                with torch.no_grad():
+                    local.copy_(start.setdefault(name, local.detach().cpu()))
+            x = normal(90 - 20 * rt.rank, HIDDEN, seed=rt.rank).bfloat16().to(device).requires_grad_()
+            y = layer(x)
+            y.backward(normal(*y.shape, seed=9 + rt.rank).bfloat16().to(device))
+            grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
+            local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
+            found.append({"y": y.detach().cpu(), "x": x.grad.cpu(), **{n: g.cpu() for n, g in local.items()}})
+        # logits round differently, so a few tokens with nearly equal scores go elsewhere
+        errors = {name: relative_error(found[1][name], wanted) for name, wanted in found[0].items()}
+        return [f"rank {gpu.rank}: {name} differs by {error:.3g}" for name, error in errors.items() if not error < 0.1]
+
+
+def test_module(gpus: Ranks) -> None:
+    wrong = [line for lines in gpus.run(module) for line in lines]
     assert not wrong, "\n".join(wrong)

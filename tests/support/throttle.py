@@ -26,8 +26,8 @@ from unittest import mock
 
 from torch.distributed import ProcessGroupGloo, Store
 
-from moeloom.backends.cpu import backend, wire
 from moeloom.backends.control import Control
+from moeloom.backends.cpu import backend, wire
 
 HOSTS = ("127.0.0.1", "127.0.0.2")  # of node 0, node 1
 LIMIT_SECONDS = 10.0  # for the proxy to start, to answer or to end

@@ -16,7 +16,7 @@ from moeloom.backends import plain_experts
 from moeloom.backends.base import ExpertGrads, Handle, Pending, RowOrder, Traffic
 from moeloom.backends.control import Control
 from moeloom.backends.peers import Peers
-from moeloom.backends.sm90 import combine, dispatch, exchange, experts, experts_backward, grouped, quantize
+from moeloom.backends.sm90 import combine, dispatch, exchange, experts, experts_backward, grouped, quantize, route
 from moeloom.backends.sm90.homes import Homes, Served
 from moeloom.backends.sm90.member import Member
 from moeloom.backends.sm90.memory import SymmetricMemory, check_peers, write_word
@@ -32,7 +32,17 @@ from moeloom.types import ExchangeName, Quantized, Received, Routing
 
 STOP_BYTES = 256  # behind what kernels use; its first word is `State.stop`
 STOPPED = 0xFFFFFFFF  # from the first epoch on
+MAX_CAPTURED = 4096  # calls whose tickets need not be made anew
 MAX_KEPT = 256  # members and placements; those of long ago are made again
+# of dispatch and combine every other one is for ranks played on one GPU
+_USED = (
+    *dispatch.KERNELS[::2],
+    *combine.KERNELS[::2],
+    *quantize.KERNELS,
+    *experts.KERNELS,
+    *experts_backward.KERNELS,
+    *route.KERNELS,
+)
 
 
 class Sm90Backend:
@@ -61,9 +71,9 @@ class Sm90Backend:
         if topology.num_ranks > 1:
             self.control.attach()
             check_peers(self.control, self.device)
-        # a kernel loaded late would wait for those that wait for it
-        for declared in (*dispatch.KERNELS[:1], *combine.KERNELS[:1]):
-            jit.load(jit.compile(declared.source), self.device)
+        # compiled once per user; loaded now, since loading behind a kernel that waits for peers waits for it
+        for binary in jit.prewarm(declared.source for declared in _USED):
+            jit.load(binary, self.device)
         self.memory = SymmetricMemory(self.control, self.device)
         self.news = News(self.control)
         self._base: Member | None = None
@@ -71,6 +81,7 @@ class Sm90Backend:
         self._served: dict[Placement, Served] = {}
         self._stream: torch.cuda.Stream | None = None
         self._stops: list[int] = []
+        self._slab, self._captured = torch.zeros(MAX_CAPTURED, 2, dtype=torch.int32, device=self.device), 0
 
     # ---- the stages
 
@@ -101,6 +112,7 @@ class Sm90Backend:
                 received.topk_weights.reshape(-1),
                 weights,
                 recipe,
+                experts.Scratch.make(len(rows), weights, recipe, self._tickets()),
             )
             return out.view(*received.rows.shape)
 
@@ -140,6 +152,13 @@ class Sm90Backend:
         """See `Backend.records`."""
         with torch.cuda.device(self.device):
             return quantize.quantize_rows(x)
+
+    def _tickets(self) -> Tensor | None:
+        """Of a captured call, for good: a graph then has no kernel that makes them zero."""
+        if not self.capturing or self._captured == len(self._slab):
+            return None
+        self._captured += 1
+        return self._slab[self._captured - 1]
 
     # ---- what stages need
 

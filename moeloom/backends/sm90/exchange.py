@@ -17,6 +17,7 @@ from moeloom.backends.sm90.dispatch import dispatch as launch_dispatch
 from moeloom.backends.sm90.homes import Homes, Ranks
 from moeloom.backends.sm90.spaces import VECTOR_BYTES
 from moeloom.config import Recipe
+from moeloom.errors import CapabilityError
 from moeloom.layout import Layout
 from moeloom.placement import Placement
 from moeloom.regions import next_step
@@ -77,6 +78,8 @@ def dispatch(
 ) -> tuple[Received, Handle]:
     """See `Backend.dispatch`; with pipeline "decode" shapes follow from max_tokens, and no count is read."""
     with gpu.operation("dispatch"):
+        if placement.num_identity:
+            raise CapabilityError("placement has identity experts; the sm90 backend has none yet, the cpu backend does")
         if isinstance(routing, Handle):
             gpu.agree({**_payload(x), "handle of operation": routing.number})
             arrived = _launch(gpu, x, routing.routing, routing.paths, routing.rows.overflow)
@@ -99,9 +102,8 @@ def dispatch(
             num_rows = int(arrived.expert_start[1 if rows.order == "rank" else num_local])  # waits for the GPU
         paths = _kept(paths, arrived, rows, num_rows)
         layout = cast(Layout, DeviceLayout(num_rows, num_local, paths))
-        kept_x = x if placement.num_identity else None
         handle = Handle(
-            weakref.ref(gpu), gpu.control.number, len(x), routing, placement, exchange, rows, layout, kept_x, paths,
+            weakref.ref(gpu), gpu.control.number, len(x), routing, placement, exchange, rows, layout, None, paths,
             pipeline,
         )  # fmt: skip
         return _received(gpu, x, arrived, handle), handle
@@ -195,7 +197,7 @@ def _received(gpu: Sm90Backend, x: Tensor, arrived: Arrived, handle: Handle) -> 
     payload = arrived.rows[:num_rows, :row_bytes].view(x.dtype)
     weights, pair = arrived.row_weight[:num_rows], arrived.row_pair[:num_rows]
     if not rows.exact:
-        return Received(payload, pair, weights, start, counts, counts.new_zeros(()), "expert")
+        return Received(payload, pair, weights, start, counts, start[0], "expert")  # which is 0
     place = torch.arange(num_rows, device=gpu.device)
     if rows.order == "batched":
         expert = place // max(num_rows // max(num_local, 1), 1)

@@ -68,8 +68,8 @@ class Scratch:
     weighed: Tensor | None
 
     @classmethod
-    def make(cls, num_rows: int, weights: Experts, recipe: Recipe) -> Scratch:
-        """Memory for calls with so many rows, on the weights' device."""
+    def make(cls, num_rows: int, weights: Experts, recipe: Recipe, tickets: Tensor | None = None) -> Scratch:
+        """Memory for calls with so many rows, on the weights' device. tickets: `[2]` int32 zeros of the caller's."""
         device = weights.gate_up.device
         row = record_bytes(weights.intermediate) if recipe.quantized else 2 * weights.intermediate
         row = -(-row // HIDDEN_ALIGNMENT) * HIDDEN_ALIGNMENT
@@ -77,7 +77,9 @@ class Scratch:
         if weights.weight_on_input and not recipe.quantized:
             weighed = torch.empty(num_rows, weights.hidden, dtype=torch.bfloat16, device=device)
         hidden = torch.empty(num_rows, row, dtype=torch.uint8, device=device)
-        return cls(hidden, torch.zeros(2, dtype=torch.int32, device=device), weighed)
+        if tickets is None:
+            tickets = torch.zeros(2, dtype=torch.int32, device=device)
+        return cls(hidden, tickets, weighed)
 
 
 class Layout(NamedTuple):
