@@ -1,4 +1,4 @@
-"""Does the planner's model predict what others have published?
+"""Does the planner's model predict what others have published, and what moeloom takes?
 
 Each published system is one `Efficiency` of few numbers. `--fit` chooses them from its rows of odd number (the first,
 third, ... in the order of the files); the rows of even number are predicted. Times come from the planner's own
@@ -80,9 +80,10 @@ ROUTINGS: dict[str, Choices] = {"uniform": Uniform(), "4 of 8 groups": Grouped(8
 class Row:
     """One published number.
 
-    number: within its system, from 1. what: dispatch, combine, layer, or product: of matrices, product = (groups, N, K)
-    with `tokens` rows for each group. layout: received rows are one for each "expert" or "rank". counted: which bytes a
-    bandwidth counts. unit: us, GB/s, TFLOP/s, or "x SYSTEM": the time as a multiple of another's. why: it is far off.
+    number: within its system, from 1. what: dispatch, experts, combine, layer, or product: of matrices, product =
+    (groups, N, K) with `tokens` rows for each group. layout: received rows are one for each "expert" or "rank".
+    counted: which bytes a bandwidth counts. unit: us, GB/s, TFLOP/s, or "x SYSTEM": the time as a multiple of
+    another's. why: it is far off.
     """
 
     system: str
@@ -117,9 +118,9 @@ class Row:
             return f"{name}: {groups} x {self.tokens} rows, N {n}, K {k}"
         assert self.problem
         p = self.problem
-        sizes = f"{p.hidden}/{p.width}/{p.num_experts}/{p.num_topk}" if self.what == "layer" else f"{p.hidden}"
-        order = "" if self.what == "layer" else f", {p.recipe.name}, a row per {self.layout}"
-        return f"{name}: {self.tokens} tokens, {sizes}{order}"
+        if p.intermediate is not None:  # of a whole layer, or a stage of one
+            return f"{name}: {self.tokens} tokens, {p.hidden}/{p.width}/{p.num_experts}/{p.num_topk}"
+        return f"{name}: {self.tokens} tokens, {p.hidden}, {p.recipe.name}, a row per {self.layout}"
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def load_rows() -> list[Row]:
     rows: list[Row] = []
     counts: dict[str, int] = {}
     allowed = {f.name for f in fields(Row)} | {"rows"}
-    for path in ("deepep.toml", "layers.toml", "grouped_gemm.toml"):
+    for path in ("deepep.toml", "layers.toml", "grouped_gemm.toml", "moeloom.toml"):
         for table in tomllib.loads((PUBLISHED / path).read_text())["table"]:
             assert set(table) <= allowed, f"{path}: {sorted(set(table) - allowed)} is not known"
             for place, (tokens, value, *why) in enumerate(table["rows"]):

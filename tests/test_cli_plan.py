@@ -71,6 +71,23 @@ def test_says_what_the_numbers_stand_on() -> None:
     ).stdout.replace("\n", " ")
 
 
+@pytest.mark.parametrize("machine", ["h100", "h200"])
+def test_says_which_numbers_are_moelooms_own(machine: str) -> None:
+    """`split` and `decode` were measured; `mega` is planned as others' kernels until it is built, and marked so."""
+    lines = invoke("--machine", machine, "--tokens", "64", "--recipe", "fp8").stdout.splitlines()
+    assert any(
+        line.startswith("  efficiency of split, decode: measured on moeloom itself, 2 x H200 (") for line in lines
+    )
+    assert any(
+        line.startswith("  efficiency of mega: others' kernels, as moeloom's is not built yet: ") for line in lines
+    )
+    explained = {
+        line[2:].split(",")[0]: line for line in lines if re.match(r"[ *] (split|mega|decode), direct +\d", line)
+    }
+    assert set(explained) == {"split", "mega", "decode"}
+    assert [name for name, line in explained.items() if line.endswith("; as others' kernels")] == ["mega"]
+
+
 def test_plan_is_that_of_the_planner() -> None:
     """The command asks `choose` for the model's layer: every option arrives."""
     shape = find_model("deepseek-v3")

@@ -369,8 +369,7 @@ def _notes(query: Query, setting: Setting, rows: list[Row]) -> Iterator[str]:
         " the plan reaches. Memory: beside the weights."
     )
     sources = dict.fromkeys(efficiency.source for efficiency in setting.efficiencies.values())
-    ours = "" if query.machine == CPU else " moeloom's own GPU kernels are not measured yet."
-    yield f"Efficiencies: {'; '.join(sources)}.{ours}"
+    yield f"Efficiencies: {'; '.join(sources)}."
     most = max(rows, key=lambda row: row.nodes)
     unknown = unknown_rates(machine, query.recipe_name, most.nodes, most.gpus)
     if unknown:

@@ -48,7 +48,8 @@ class Efficiency:
     are computed in multiples of it. fixed_shapes: work does not shrink with the rows that are there (an expert has
     room for every token of all ranks). exchange_apart: what hybrid sends between nodes is a task of its own, beside
     what moves within them. moving_computes: moving rows also takes the time of what computes (CPU ranks with a core
-    each). source: where the numbers come from.
+    each). others: they are of somebody else's implementation, as moeloom has none of its own yet. source: where the
+    numbers come from.
     """
 
     stages: Mapping[str, Rates] = field(default_factory=dict)
@@ -57,6 +58,7 @@ class Efficiency:
     fixed_shapes: bool = False
     exchange_apart: bool = False
     moving_computes: bool = False
+    others: bool = False
     source: str = "ideal"
 
     def __post_init__(self) -> None:
@@ -64,6 +66,9 @@ class Efficiency:
             raise ValueError(f"exposed is {self.exposed}; allowed: 0..1")
         if not isinstance(self.tile_rows, int) or not 1 <= self.tile_rows <= MAX_TILE_ROWS:
             raise ValueError(f"tile_rows is {self.tile_rows!r}; it must be a whole number, 1..{MAX_TILE_ROWS}")
+        for name, kind, allowed in (("others", bool, "True, False"), ("source", str, "a text")):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {allowed}")
 
     def rates(self, stage: str) -> Rates:
         """Of a stage; one that is not listed is ideal."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import geometric_mean
 
@@ -34,9 +34,19 @@ def choose(problem: Problem, setting: Setting, corrections: Corrections | None =
     context = (
         f"problem: {problem}, {setting.choices} routing",
         f"machine: {setting.machine.name}, {domains.num_ranks} ranks on {domains.num_nodes} node(s)",
+        *_efficiencies(setting),
     )
     reason = "least predicted time" + ("" if problem.num_tokens is not None else ", tokens unknown")
     return Plan(best.pipeline, best.exchange, best.chunks, reason, found, context, roofline(problem, setting))
+
+
+def _efficiencies(setting: Setting) -> Iterator[str]:
+    """Whose measurements the predictions stand on, a line for each source."""
+    pipelines: dict[str, list[str]] = {}
+    for name, efficiency in setting.efficiencies.items():
+        pipelines.setdefault(efficiency.source, []).append(name)
+    for source, names in pipelines.items():
+        yield f"efficiency of {', '.join(names)}: {source}"
 
 
 def _corrected(candidate: Candidate, factor: float) -> Candidate:

@@ -70,7 +70,7 @@ def estimate(
     problem: Problem, setting: Setting, pipeline: PipelineName, exchange: ExchangeName, chunks: int = 1
 ) -> Candidate:
     """What a candidate that can run is expected to take."""
-    efficiency, machine = setting.efficiencies[pipeline], setting.machine
+    efficiency = setting.efficiencies[pipeline]
     part = replace(problem, num_tokens=-(-problem.tokens // chunks))
     flow = expected_flow(part, setting.domains, exchange, setting.choices)
     if efficiency.fixed_shapes:
@@ -82,7 +82,6 @@ def estimate(
     if efficiency.moving_computes and chunks > 1:  # a core that moves rows does not multiply meanwhile
         shared.append(sum(_core_seconds(time, efficiency) for time in times))
     seconds = max(simulate(best_order(layer_graph(tasks, chunks))).seconds, chunks * max(shared))
-    unknown = unknown_rates(machine, problem.recipe.name, setting.domains.num_nodes, setting.domains.num_ranks)
     return Candidate(
         pipeline,
         exchange,
@@ -96,8 +95,16 @@ def estimate(
             problem, _scaled(flow, chunks), setting.domains.num_ranks, min(1.0, in_flight(tasks) / chunks)
         ),
         num_comm_sms=comm_sms(problem, setting, exchange),
-        note=f"assumed: {', '.join(unknown)}" if unknown else "",
+        note=_note(problem, setting, efficiency),
     )
+
+
+def _note(problem: Problem, setting: Setting, efficiency: Efficiency) -> str:
+    """What a reader must know about an estimate."""
+    domains = setting.domains
+    unknown = unknown_rates(setting.machine, problem.recipe.name, domains.num_nodes, domains.num_ranks)
+    notes = ["as others' kernels" * efficiency.others, f"assumed: {', '.join(unknown)}" if unknown else ""]
+    return "; ".join(filter(None, notes))
 
 
 def comm_sms(problem: Problem, setting: Setting, exchange: ExchangeName) -> int:

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeloom import FP32, machine_cache
+from moeloom import BF16, FP8, FP32, machine_cache
+from moeloom.backends.sm90.backend import Sm90Backend
+from moeloom.checks import check_plan
 from moeloom.plan.cpu import BUILT_IN
+from moeloom.plan.efficiencies import GPU
 from moeloom.plan.efficiency import Efficiency, Rates
 from moeloom.plan.measured import Measured
 from moeloom.plan.planner import choose
-from moeloom.plan.problem import Domains, Problem
+from moeloom.plan.problem import PHASES, Domains, Problem
 from moeloom.plan.strategies import Setting
 from moeloom.topology import Topology
 
@@ -81,6 +85,8 @@ def changed(data: Any, path: tuple, value: Any) -> Any:
         (("efficiencies", "split", "stages"), {"experts": {"speed": 1}}, "lacks or has too much"),
         (("efficiencies", "split", "stages"), {"experts": {"compute": 0}}, "compute is 0"),
         (("efficiencies", "split", "exposed"), "much", "lacks or has too much"),
+        (("efficiencies", "split", "source"), ["a", "b"], r"source is \['a', 'b'\]; allowed: a text"),
+        (("efficiencies", "split", "others"), 3, "others is 3; allowed: True, False"),
     ],
 )
 def test_data_of_another_form(path: tuple, value: Any, message: str) -> None:
@@ -263,3 +269,53 @@ def test_the_fullest_host_counts() -> None:
     hosts = [record("a", 64), *[record("b", 2)] * 4, *[record("c", 1)] * 2]
     setting = machine_cache.setting(hosts, Topology.split(7, 3))
     assert setting.machine == FOUND.for_ranks(4, 2).machine
+
+
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+SM90: Any = Sm90Backend  # the class says what it has; an instance needs GPUs
+
+
+def gpu_setting(monkeypatch: pytest.MonkeyPatch, gpu: str, num_ranks: int, backend: Any) -> Setting:
+    """Of the ranks of a Runtime on these GPUs that were not measured."""
+    monkeypatch.setattr(machine_cache, "gpu_name", lambda: gpu)
+    shown = [machine_cache.announcement(rank, "sm90") for rank in range(num_ranks)]
+    return machine_cache.setting(json.loads(json.dumps(shown)), Topology.split(num_ranks, 1), backend)
+
+
+@pytest.mark.parametrize("gpu", [H100, H200])
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_runtime_on_gpus_plans_only_what_its_backend_has(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, num_ranks: int
+) -> None:
+    setting = gpu_setting(monkeypatch, gpu, num_ranks, SM90)
+    assert setting.efficiencies == {name: GPU[name] for name in SM90.pipelines}
+    chosen = set()
+    for phase, tokens, recipe in product(PHASES, (0, 1, 8, 64, 512, 4096, 32_768, None), (BF16, FP8)):
+        asked = Problem(tokens, 7168, 256, 8, recipe, phase, 2048)
+        if phase == "train" and recipe is FP8:
+            continue
+        plan = choose(asked, setting)
+        check_plan(plan, SM90)  # what `moe(plan=...)` would refuse
+        assert {c.pipeline for c in plan.candidates if c.seconds is not None} <= set(SM90.pipelines)
+        assert plan.exchange == "direct" and {c.chunks for c in plan.candidates} == {1}
+        chosen.add(plan.pipeline)
+    assert chosen == {"split", "decode"}
+
+
+def test_a_plan_on_gpus_says_whose_measurements_it_stands_on(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Problem(64, 7168, 256, 8, FP8, "decode", 2048)
+    text = choose(asked, gpu_setting(monkeypatch, H200, 2, SM90)).explain()
+    assert "efficiency of split, decode: measured on moeloom itself, 2 x H200 (benchmarks/results/h200_layer" in text
+    assert "others' kernels" not in text and "mega, direct              cannot: this backend has no mega" in text
+
+    lines = choose(asked, gpu_setting(monkeypatch, H200, 2, None)).explain().splitlines()
+    assert any(line.startswith("  efficiency of split, decode: measured on moeloom itself, ") for line in lines)
+    assert any(line.startswith("  efficiency of mega: others' kernels, as moeloom's is not built") for line in lines)
+    of_others = [line for line in lines if line.endswith("; as others' kernels")]
+    assert len(of_others) == 1 and of_others[0].startswith("  mega, direct ")
+
+
+def test_on_a_cpu_one_line_is_enough(cache: Path) -> None:
+    plan = choose(Problem(64, 64, 6, 2, FP32), Setting(BUILT_IN.machine, Domains(2), BUILT_IN.efficiencies))
+    (line,) = [line for line in plan.explain().splitlines() if "efficiency of" in line]
+    assert line.startswith("  efficiency of split, decode: built in: ")

@@ -141,6 +141,8 @@ def _efficiency(source: random.Random) -> Efficiency:
         fixed_shapes=source.random() < 0.3,
         exchange_apart=source.random() < 0.5,
         moving_computes=source.random() < 0.3,
+        others=source.random() < 0.3,
+        source=source.choice(("measured", "guessed")),
     )
 
 
@@ -404,6 +406,20 @@ def test_what_is_assumed_is_said() -> None:
     assert "assumed: flops of fp8, scale_out_bandwidth" in " ".join(plan.explain().split())
     one_node = choose(problem(64), cluster(8, 1, scale_out_bandwidth=None))
     assert "assumed" not in one_node.explain()
+
+
+def test_whose_efficiencies_count_is_said() -> None:
+    """A line for each source, and a note at every estimate that stands on others' kernels; they change no number."""
+    mine, theirs = Efficiency(source="mine"), Efficiency(others=True, source="theirs")
+    setting = replace(cluster(8, 1), efficiencies={"split": mine, "mega": theirs, "decode": mine})
+    plan = choose(problem(64, phase="decode"), setting)
+    assert plan.context[2:] == ("efficiency of split, decode: mine", "efficiency of mega: theirs")
+    assert [c.name for c in plan.candidates if c.note == "as others' kernels"] == ["mega, direct"]
+    own = replace(setting, efficiencies=setting.efficiencies | {"mega": replace(theirs, others=False)})
+    assert [c.seconds for c in plan.candidates] == [c.seconds for c in candidates(problem(64, phase="decode"), own)]
+    unknown = replace(setting, machine=replace(CLUSTER, memory_bandwidth=None))
+    notes = {c.note for c in candidates(problem(64), unknown) if c.pipeline == "mega" and c.seconds is not None}
+    assert notes == {"as others' kernels; assumed: memory_bandwidth"}
 
 
 # ---- the planner of a Runtime

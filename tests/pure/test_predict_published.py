@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -19,12 +21,17 @@ from benchmarks.predict_published import (
     seconds,
 )
 from moeloom.plan.choices import Uniform
+from moeloom.plan.efficiencies import GPU
 from moeloom.plan.machines import machine
+from moeloom.plan.plan import PipelineName
 from moeloom.plan.problem import Domains
 from moeloom.plan.strategies import Setting, estimate
 
 ROWS, SYSTEMS, KNOWN = load_rows(), load_systems(), load_efficiencies()
 FOUND = predictions(ROWS, SYSTEMS, KNOWN)
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+# systems that are moeloom's own, by pipeline
+OURS: dict[PipelineName, str] = {"split": "moeloom split", "decode": "moeloom decode"}
 
 
 def of(system: str, fitted: bool) -> list[Prediction]:
@@ -32,7 +39,7 @@ def of(system: str, fitted: bool) -> list[Prediction]:
 
 
 def test_every_row_says_where_it_comes_from() -> None:
-    assert len(ROWS) == 247
+    assert len(ROWS) == 296
     assert {row.system for row in ROWS} == set(SYSTEMS) == set(KNOWN)
     for row in ROWS:
         assert row.source and row.value > 0 and (row.problem is None) != (row.product is None), row
@@ -71,16 +78,68 @@ def test_choices_are_right() -> None:
     assert sum(orders) >= 0.9 * len(orders)
 
 
-@pytest.mark.parametrize("system", ["SM90 fused", "SM90 two kernels", "DeepEP + DeepGEMM staged"])
+@pytest.mark.parametrize(
+    "system", ["SM90 fused", "SM90 two kernels", "DeepEP + DeepGEMM staged", "moeloom split", "moeloom decode"]
+)
 def test_a_layer_takes_what_the_planner_says(system: str) -> None:
     """`estimate` and `seconds` agree where rows travel as the planner assumes: once for each rank."""
     name = "mega" if SYSTEMS[system].kind == "fused" else "split"
-    for row in (row for row in ROWS if row.system == system and row.unit == "us"):
+    for row in (row for row in ROWS if row.system == system and row.unit == "us" and row.what == "layer"):
         assert row.problem
         setting = Setting(machine(row.machine), Domains(row.ranks, row.nodes), {name: KNOWN[system]})
         said = estimate(row.problem, setting, name, "direct").seconds
         plain = type(SYSTEMS[system])(SYSTEMS[system].kind)
         assert said == pytest.approx(seconds(row, plain, KNOWN[system]))
+
+
+def ours(pipeline: PipelineName) -> list[Prediction]:
+    """moeloom's own rows, predicted with what a Runtime plans with."""
+    found = predictions(ROWS, SYSTEMS, KNOWN | {OURS[pipeline]: GPU[pipeline]})
+    return [one for one in found if one.row.system == OURS[pipeline]]
+
+
+@pytest.mark.parametrize("pipeline", OURS)
+def test_own_rows_are_those_of_the_results(pipeline: PipelineName) -> None:
+    for one in ours(pipeline):
+        path = RESULTS / one.row.source.split(", ")[0]
+        assert path.exists() and path.name in GPU[pipeline].source
+        value = f"{one.row.value:.1f}"
+        assert re.search(rf"\| {re.escape(value)} ", path.read_text()), (one.row.title, value)
+
+
+@pytest.mark.parametrize("pipeline", OURS)
+def test_a_plan_knows_what_moeloom_takes(pipeline: PipelineName) -> None:
+    """Of each stage and of the whole layer; the rows that were not fitted by themselves, too."""
+    found = ours(pipeline)
+    assert max(one.ratio for one in found) < 1.2
+    for what in ("layer", "dispatch", "experts", "combine"):
+        mine = [one for one in found if one.row.what == what]
+        assert not mine or median(one.error for one in mine) <= (0.05 if what in ("layer", "experts") else 0.1), what
+    for fitted in (True, False):
+        assert median(one.error for one in found if one.fitted is fitted) <= 0.1
+
+
+@pytest.mark.parametrize("pipeline", OURS)
+def test_what_a_plan_knows_is_what_was_fitted(pipeline: PipelineName) -> None:
+    """Rounded: it gives the same times within 2 %. Others' numbers are not called ours."""
+    for rounded, fitted in zip(ours(pipeline), [one for one in FOUND if one.row.system == OURS[pipeline]], strict=True):
+        assert rounded.row is fitted.row and rounded.value == pytest.approx(fitted.value, rel=0.02)
+    assert [name for name in GPU if GPU[name].others] == ["mega"]
+    assert GPU["mega"].source.startswith("others' kernels") and "moeloom itself" in GPU[pipeline].source
+
+
+def test_the_stages_of_a_plan_are_as_measured() -> None:
+    """What `Plan.explain` shows and `--trace` draws: the parts of the estimate, not only its sum."""
+    measured: dict[tuple, dict[str, float]] = {}
+    for row in (row for row in ROWS if row.system == OURS["split"]):
+        measured.setdefault((row.problem, row.machine, row.domains), {})[row.what] = row.value / 1e6
+    assert len(measured) == 9
+    ratios = []
+    for (problem, name, domains), times in measured.items():
+        setting = Setting(machine(name), domains, GPU)
+        for stage in estimate(problem, setting, "split", "direct").stages:
+            ratios.append(max(stage.seconds / times[stage.stage], times[stage.stage] / stage.seconds))
+    assert len(ratios) == 27 and max(ratios) < 1.2 and median(ratios) <= 1.05
 
 
 def test_a_bandwidth_counts_what_its_source_counts() -> None:
