@@ -1,1 +1,1 @@
-"""Benchmarks: one per stage, `python -m benchmarks` for all. Each checks its result before it times it."""
+"""Benchmarks: one per stage, `python -m benchmarks` for those on CPUs. Each checks its result before it times it."""

@@ -1,4 +1,4 @@
-"""All benchmarks with their defaults, each in a process of its own."""
+"""The stages on CPUs with their defaults, each in a process of its own."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _on_rank(chosen: argparse.Namespace, tokens: int) -> dict[str, list[float]]:
     scores = torch.rand(tokens, chosen.experts, generator=generator)
     routing = Routing(scores.topk(chosen.topk).indices, torch.rand(tokens, chosen.topk, generator=generator))
     x = torch.randn(tokens, hidden, generator=generator)
-    with Runtime(max_tokens=tokens, timeout=60) as rt:
+    with Runtime(max_tokens=tokens, backend="cpu", timeout=60) as rt:
 
         def run(pipeline: str) -> torch.Tensor:
             return rt.moe(x, routing, experts, plan=Plan(pipeline, chosen.exchange))

@@ -38,9 +38,9 @@ def line(recipe_name: str, chosen: argparse.Namespace) -> str:
     gate_up = (torch.randn(chosen.experts, 2 * chosen.intermediate, chosen.hidden) / 32).to(recipe.dtype)
     down = (torch.randn(chosen.experts, chosen.hidden, chosen.intermediate) / 32).to(recipe.dtype)
     weights = Experts(gate_up, down)
-    with Runtime() as rt:
+    with Runtime("self", backend="cpu") as rt:
         placement = Placement.even(chosen.experts, 1)
-        received, _ = rt._backend.dispatch(x, routing, placement, RowOrder(), "direct")
+        received, _ = rt.backend.dispatch(x, routing, placement, RowOrder(), "direct")
         counts = received.num_tokens_per_expert.tolist()
         products = [
             (torch.randn(n, chosen.hidden), gate_up[e].float(), torch.randn(n, chosen.intermediate), down[e].float())
@@ -53,7 +53,7 @@ def line(recipe_name: str, chosen: argparse.Namespace) -> str:
                 hidden @ out.t()
 
         measured = interleaved(
-            {"experts": lambda: rt._backend.experts(received, weights, recipe), "matmul": plain}, chosen.rounds
+            {"experts": lambda: rt.backend.experts(received, weights, recipe), "matmul": plain}, chosen.rounds
         )
     ours, plain_seconds = median(measured["experts"]), median(measured["matmul"])
     flops = 6 * sum(counts) * chosen.hidden * chosen.intermediate

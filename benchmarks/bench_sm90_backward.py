@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measure import WARM_UP, median
+from benchmarks.gpu_clock import GpuClock
 from moeloom import Experts
 from moeloom.backends.base import ExpertGrads
 from moeloom.backends.sm90 import grouped
 from moeloom.backends.sm90.experts_backward import Stage, experts_backward, forward
 
-FLUSH_BYTES = 256 << 20  # over four times the second-level cache
-QUIET_CYCLES = 1_000_000  # so that launches queue up behind, and events time the GPU only
 SQUARE = 8192  # of the product by cuBLAS that others are compared with
 
 
@@ -67,40 +65,25 @@ class Case:
         return self.rows, self.start, self.count, self.weight
 
 
-class Clock:
-    """Times on the GPU, and those of a copy and of cuBLAS in the same run."""
+class Clock(GpuClock):
+    """Prints times, beside those of a copy and of cuBLAS in the same run."""
 
     def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        super().__init__("cuda", rounds)
         a, b = (torch.randn(SQUARE, SQUARE, device="cuda").bfloat16() for _ in range(2))
-        self.peak = 2 * SQUARE**3 / self.microseconds(lambda: a @ b.t()) / 1e6
+        self.peak = 2 * SQUARE**3 / self.microseconds(lambda: a @ b.t())[0] / 1e6
         print(f"cuBLAS bf16 {SQUARE}^3: {self.peak:.0f} TFLOP/s", flush=True)
-
-    def microseconds(self, run: Callable[[], object]) -> float:
-        """Median over the rounds."""
-        times = []
-        for number in range(WARM_UP + self.rounds):
-            torch.cuda._sleep(QUIET_CYCLES)
-            self.flush.fill_(number)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3)
-        return median(times[WARM_UP:])
 
     def product(self, name: str, operations: float, run: Callable[[], object]) -> None:
         """Print a line."""
-        us = self.microseconds(run)
+        (us,) = self.microseconds(run)
         rate = operations / us / 1e6
         print(f"  {name:<34} {us:9.1f} us {rate:7.0f} TFLOP/s {rate / self.peak:5.2f} of cuBLAS", flush=True)
 
     def moved(self, name: str, num_bytes: int, run: Callable[[], object]) -> None:
         """Print a line. num_bytes: read and written."""
         a, b = torch.empty(2, num_bytes // 2, dtype=torch.uint8, device="cuda")
-        us, copied = self.microseconds(run), self.microseconds(lambda: a.copy_(b))
+        us, copied = self.microseconds(run, lambda: a.copy_(b))
         rate = num_bytes / us / 1e6
         print(f"  {name:<34} {us:9.1f} us {rate:7.2f} TB/s    {us / copied:5.2f} of a copy's time", flush=True)
 
@@ -159,7 +142,7 @@ def parts(case: Case, clock: Clock) -> None:
     bias = torch.zeros(len(case.count), hidden, device="cuda")
     clock.moved("add_bias", 2 * line, lambda: stage.launch("add_bias", own, bias, hidden, spare))
     clock.moved("sum_rows", line + sums.nbytes, lambda: stage.sums(case.d_out, own))
-    us = clock.microseconds(lambda: stage.launch("zero_padding", own, spare, hidden, 1))
+    (us,) = clock.microseconds(lambda: stage.launch("zero_padding", own, spare, hidden, 1))
     print(f"  {'zero_padding':<34} {us:9.1f} us for {len(case.rows) - count} rows behind the last expert's", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 One GPU plays the ranks: `python -m benchmarks.bench_sm90_exchange`. One rank per GPU, over torch's symmetric memory:
 `torchrun --nproc-per-node 2 -m benchmarks.bench_sm90_exchange`. The second-level cache is cold; slowest rank counts.
-Beside each a copy (and, with `--fill`, a fill) of as many bytes as the experts' rows have.
+Beside each a copy (and, with `--beside copy fill`, a fill) of as many bytes as the experts' rows have.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.measure import median
+from benchmarks.gpu_clock import GpuClock
+from benchmarks.measure import WARM_UP
 from moeloom import Placement
 from moeloom.backends.base import RowOrder
 from moeloom.backends.sm90.combine import combine
@@ -25,10 +26,6 @@ from moeloom.backends.sm90.dispatch import Arrived, Tokens, dispatch
 from moeloom.backends.sm90.member import Member, play
 from moeloom.backends.sm90.spaces import Sizes
 from moeloom.quantize import record_bytes
-
-WARM_UP = 3
-FLUSH_BYTES = 256 << 20  # over four times the second-level cache
-QUIET_CYCLES = 2_000_000  # so that launches queue up behind, and events time the GPU only
 
 
 @dataclass
@@ -109,44 +106,20 @@ class Times:
     kernel: float | None = None
 
 
-def measured(run: Callable[[], object], flush: Tensor, rounds: int, kernel: str | None = None) -> Times:
+def measured(run: Callable[[], object], clock: GpuClock, kernel: str | None = None) -> Times:
     """kernel: part of the name of the one kernel that `run` launches."""
-    events = _of_slowest(_rounds(run, flush, WARM_UP + rounds)[WARM_UP:], flush)
+    (events,) = clock.microseconds(run)
     if kernel is None:
         return Times(events)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
-        _rounds(run, flush, WARM_UP + rounds)
+        clock.rounds(run)
     found = [event for event in profile.events() if kernel in event.name and event.time_range.elapsed_us() > 0]
     found.sort(key=lambda event: event.time_range.start)
-    assert len(found) == WARM_UP + rounds, [event.name for event in found]
-    return Times(events, _of_slowest([event.time_range.elapsed_us() for event in found][WARM_UP:], flush))
+    assert len(found) == clock.count, [event.name for event in found]
+    return Times(events, clock.of_slowest([event.time_range.elapsed_us() for event in found][WARM_UP:]))
 
 
-def _rounds(run: Callable[[], object], flush: Tensor, count: int) -> list[float]:
-    times = []
-    meet = torch.zeros(1, device=flush.device)
-    for number in range(count):
-        torch.cuda._sleep(QUIET_CYCLES)
-        flush.fill_(number)
-        if dist.is_initialized():
-            dist.all_reduce(meet)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return times
-
-
-def _of_slowest(times: list[float], flush: Tensor) -> float:
-    slowest = torch.tensor(times, device=flush.device)
-    if dist.is_initialized():
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return median(slowest.tolist())
-
-
-def report(chosen: argparse.Namespace, case: Case, flush: Tensor, said: bool) -> None:
+def report(chosen: argparse.Namespace, case: Case, clock: GpuClock, said: bool) -> None:
     """Check, time, and print a line for each stage and number of multiprocessors."""
     case.check()
     sizes, count = case.members[0].sizes, len(case.tokens[0].x)
@@ -155,14 +128,14 @@ def report(chosen: argparse.Namespace, case: Case, flush: Tensor, said: bool) ->
     for stage, sms in product(chosen.stages, chosen.sms or [None]):
         variant = replace(case, sms=sms)
         num_bytes = rows * widths[stage]
-        ours = measured(getattr(variant, stage), flush, chosen.rounds, stage)
+        ours = measured(getattr(variant, stage), clock, stage)
         line = f"{stage:<9}{sizes.num_ranks} ranks, {len(case.members)} here T={count:<5} K={sizes.num_topk:<2}"
         line += f" H={sizes.sum_bytes // 2} SMs={sms or 'all':<4}{num_bytes / 1e6:8.2f} MB of rows"
         line += f" | kernel {ours.kernel:7.1f} us, events {ours.events:7.1f} us"
         for name in chosen.beside:
-            into, out_of = torch.empty(2, num_bytes, dtype=torch.uint8, device=flush.device)
+            into, out_of = torch.empty(2, num_bytes, dtype=torch.uint8, device=clock.flush.device)
             runs = {"copy": lambda a=into, b=out_of: a.copy_(b), "fill": lambda a=into: a.fill_(1)}
-            other = measured(runs[name], flush, chosen.rounds)
+            other = measured(runs[name], clock)
             line += f" | {name} {other.events:7.1f} us, {ours.events / other.events:5.2f} of it"
         if said:
             print(line, flush=True)
@@ -206,14 +179,14 @@ def options(given: Sequence[str] | None = None) -> argparse.Namespace:
 def measure(chosen: argparse.Namespace, device: torch.device) -> None:
     """Print a line per stage and combination of what was chosen."""
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    clock = GpuClock(device, chosen.rounds)
     for ranks, hidden, topk in product([processes] if processes > 1 else chosen.ranks, chosen.hidden, chosen.topk):
         local, row_bytes = -(-chosen.experts // ranks), chosen.row_bytes or record_bytes(hidden)
         sizes = Sizes(ranks, max(chosen.tokens), topk, chosen.experts, local, row_bytes, 2 * hidden)
         members, memory = members_of(ranks, sizes, chosen.timeout, device)
         for count, parts in product(chosen.tokens, chosen.parts):
             built = replace(case(members, count, chosen.skew), parts=parts or None)
-            report(chosen, built, flush, said=members[0].rank == 0)
+            report(chosen, built, clock, said=members[0].rank == 0)
         del members, memory, built
 
 

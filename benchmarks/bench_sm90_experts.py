@@ -13,17 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.measure import median
+from benchmarks.gpu_clock import GpuClock
 from moeloom import Experts, jit
 from moeloom.backends.sm90.experts import KERNELS, Layout, Scratch, check, check_rows, launches
 from moeloom.config import BF16, FP8, Recipe
+from moeloom.models import MODELS
 from moeloom.quantize import num_groups, record_bytes, unpack_records
 
-WARM_UP = 2
-FLUSH_BYTES = 256 << 20  # over four times the second-level cache
-QUIET_CYCLES = 1_000_000  # so that launches queue up behind, and events time the GPU only
 SQUARE = 8192  # of cuBLAS's product
-SHAPES = {"deepseek-v3": (7168, 2048), "qwen3-235b": (4096, 1536), "v4-flash": (4096, 2048), "qwen3-30b": (2048, 768)}
+SHAPES = {
+    name: (MODELS[name].expert_hidden, MODELS[name].intermediate)
+    for name in ("deepseek-v3", "qwen3-235b-a22b", "deepseek-v4-flash", "qwen3-30b-a3b")
+}
 
 _READ = """
 extern "C" __global__ void __launch_bounds__(512) read_only(const uint4* from, long long vectors, unsigned* to) {
@@ -86,33 +87,6 @@ def random_weights(slots: int, hidden: int, intermediate: int, recipe: Recipe) -
     return Experts(gate_up, down, scales=(scales[0].cuda() * 0.01 + 0.01, scales[1].cuda() * 0.01 + 0.01))
 
 
-class Timer:
-    """Microseconds with a cold second-level cache."""
-
-    def __init__(self, rounds: int) -> None:
-        self.rounds = rounds
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-
-    def of(self, *runs: Callable[[], object]) -> list[float]:
-        """Of each of what runs one after the other: the median."""
-        times: list[list[float]] = [[] for _ in runs]
-        for number in range(WARM_UP + self.rounds):
-            torch.cuda._sleep(QUIET_CYCLES)
-            events = []
-            for run in runs:
-                self.flush.fill_(number)
-                pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                pair[0].record()
-                run()
-                pair[1].record()
-                events.append(pair)
-            torch.cuda.synchronize()
-            if number >= WARM_UP:
-                for found, (begin, end) in zip(times, events, strict=True):
-                    found.append(begin.elapsed_time(end) * 1e3)
-        return [median(found) for found in times]
-
-
 def cublas(recipe: Recipe) -> Callable[[], Tensor]:
     """A product of 8192 x 8192 matrices."""
     a, b = (torch.randn(SQUARE, SQUARE, device="cuda").bfloat16() for _ in range(2))
@@ -140,10 +114,10 @@ def routed(slots: int, mean: int, seed: int = 0) -> list[int]:
     return torch.bincount(ids, minlength=slots).tolist()
 
 
-def report(case: Case, timer: Timer, peak: Callable[[], object], read: float | None) -> None:
+def report(case: Case, clock: GpuClock, peak: Callable[[], object], read: float | None) -> None:
     """One line: both products, as rates or as bytes."""
     phases = case.phases
-    up, down, whole = timer.of(*phases, peak)
+    up, down, whole = clock.microseconds(*phases, peak)
     rows, (hidden, intermediate) = sum(case.counts), (case.weights.hidden, case.weights.intermediate)
     rates = [2 * rows * size * hidden * intermediate / time / 1e6 for size, time in ((2, up), (1, down))]
     square = 2 * SQUARE**3 / whole / 1e6
@@ -180,17 +154,17 @@ def decode_cases() -> list[tuple[int, str, list[int]]]:
 def main() -> None:
     """Print all lines."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--recipes", nargs="+", default=["fp8", "bf16"], choices=["fp8", "bf16"])
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="of whose experts")
+    parser.add_argument("--recipes", nargs="+", default=["fp8", "bf16"], choices=["fp8", "bf16"], help="of rows")
+    parser.add_argument("--rounds", type=int, default=8, help="of which the median counts")
     parser.add_argument("--quick", action="store_true", help="at most 64 experts")
     chosen = parser.parse_args()
     torch.manual_seed(0)
     for declared in KERNELS:
         jit.compile(declared.source)
-    timer = Timer(chosen.rounds)
+    clock = GpuClock("cuda", chosen.rounds)
     num_bytes = 2 << 30
-    (read_time,) = timer.of(reading(num_bytes))
+    (read_time,) = clock.microseconds(reading(num_bytes))
     read = num_bytes / read_time / 1e6
     print(f"{torch.cuda.get_device_name()}: read only {read:.2f} TB/s", flush=True)
     for recipe in (recipe for recipe in (FP8, BF16) if recipe.name in chosen.recipes):
@@ -204,7 +178,7 @@ def main() -> None:
                 options = {name: getattr(weights, name)[:count] for name in ("gate_up", "down")}
                 scales = weights.scales and (weights.scales[0][:count], weights.scales[1][:count])
                 case = Case(f"{shape} {name}", Experts(**options, scales=scales), recipe, counts)
-                report(case, timer, peak, None if number < len(listed) else read)
+                report(case, clock, peak, None if number < len(listed) else read)
             del weights
             torch.cuda.empty_cache()
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.measure import median
+from benchmarks.gpu_clock import FLUSH_BYTES
+from benchmarks.measure import WARM_UP, median
 from moeloom.backends.sm90.quantize import quantize_blocks, quantize_rows
 from moeloom.backends.sm90.route import route
 from moeloom.quantize import pack_records, quantize, record_bytes
@@ -23,8 +24,6 @@ from moeloom.quantize import quantize_blocks as quantize_block_by_block
 from moeloom.route import Router
 from moeloom.types import Routing
 
-WARM_UP = 3
-FLUSH_BYTES = 256 << 20  # over four times the second-level cache
 ROUTERS = {
     "softmax 8 of 128": (128, Router(8)),
     "sigmoid 8 of 256, 4 of 8 groups": (256, Router(8, "sigmoid", 8, 4, scale=2.5)),

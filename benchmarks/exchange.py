@@ -38,7 +38,7 @@ def _on_rank(chosen: argparse.Namespace) -> dict[str, list[float]]:
     scores = torch.rand(chosen.tokens, chosen.experts, generator=generator)
     routing = Routing(scores.topk(chosen.topk).indices, torch.rand(chosen.tokens, chosen.topk, generator=generator))
     x = torch.randn(chosen.tokens, chosen.hidden, generator=generator).to(getattr(torch, chosen.dtype))
-    with Runtime(timeout=60) as rt:
+    with Runtime(backend="cpu", timeout=60) as rt:
         gloo = GlooExchange(routing, chosen.experts)
         received, handle = rt.dispatch(x, routing, chosen.experts)
         ours, theirs = rt.combine(received.rows, handle, weighted=True), gloo.combine(gloo.dispatch(x), len(x))

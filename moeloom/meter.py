@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from moeloom.backends.base import Traffic
 from moeloom.schedule.trace import Event
@@ -25,19 +26,38 @@ class StageStats:
         return StageStats(*(getattr(self, name) - getattr(earlier, name) for name in self.__dataclass_fields__))
 
 
+class Watch(Protocol):
+    """Sees stages begin and end: where a stage only queues work, the host's clock does not say how long that takes."""
+
+    def begin(self) -> Any:
+        """A stage begins. What this gives is handed to `end`."""
+
+    def end(self, begun: Any, name: str, chunk: int, seconds: float) -> None:
+        """It has ended, and is in the totals with `seconds` of the host."""
+
+    def settle(self) -> None:
+        """Wait for all work, and put its own times into the totals and the events."""
+
+
 class Meter:
-    """Totals per stage over a Runtime's life. `events`: what ran when, while it is a list."""
+    """Totals per stage over a Runtime's life.
+
+    events: what ran when, while it is a list. watch: who else looks at stages; it may be set between them.
+    """
 
     def __init__(self, traffic: Traffic, rank: int) -> None:
         self._traffic, self._rank = traffic, rank
         self.stages: dict[str, StageStats] = {}
         self.events: list[Event] | None = None
+        self.watch: Watch | None = None
 
     @contextmanager
     def stage(self, name: str, chunk: int = 0) -> Iterator[None]:
         """Count what happens inside as one call of stage `name`. Stage "experts" moves nothing: while it computes,
         traffic is another thread's.
         """
+        watch = self.watch
+        begun = watch.begin() if watch else None
         before, start = replace(self._traffic), time.perf_counter()
         yield
         end, now, total = time.perf_counter(), self._traffic, self.stages.get(name, StageStats())
@@ -53,6 +73,13 @@ class Meter:
         if self.events is not None:
             resource = "compute" if name == "experts" else "links"
             self.events.append(Event(name, chunk, resource, start, end, self._rank))
+        if watch:
+            watch.end(begun, name, chunk, end - start)
+
+    def settle(self) -> None:
+        """Wait until what was launched is done and counted."""
+        if self.watch:
+            self.watch.settle()
 
     @contextmanager
     def tracing(self) -> Iterator[list[Event]]:

@@ -299,6 +299,11 @@ class Runtime:
         """What runs the stages; for measurements and tests."""
         return self._open()
 
+    @property
+    def meter(self) -> Meter:
+        """What counts the stages; for measurements."""
+        return self._meter
+
     def stats(self) -> dict[str, StageStats]:
         """Per stage: calls, seconds, bytes on each link and rows, on this rank, since construction."""
         return dict(self._meter.stages)

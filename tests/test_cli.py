@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import moeloom
-from moeloom.cli.app import app, execute, parse_tokens
+from moeloom.cli.app import app, parse_tokens
 from moeloom.cli.check import Verdict, judge
+from moeloom.cli.execute import execute
 from moeloom.cli.run import Settings, load_routing, make_routing, make_tokens
 from moeloom.cli.weights import local_experts, one_expert
 from moeloom.models import MODELS
@@ -159,6 +160,7 @@ def test_routing_file_errors(tmp_path: Path) -> None:
         (("--tokens", "many"), r"--tokens is 'many'; give .*"),
         (("--tokens", "-1"), r"--tokens is -1,-1,-1,-1; every number must be at least 0"),
         (("--timeout", "0"), r"--timeout is 0; .*"),
+        (("--layer", "3"), r"--layer is 3, which is of a checkpoint; name its folder by --checkpoint"),
     ],
 )
 def test_wrong_options_are_one_line(options: tuple[str, ...], message: str) -> None:
@@ -333,7 +335,7 @@ def test_bench_joins_torchrun() -> None:
     process = start(*TORCHRUN, "bench", *small)
     out, err = finish(process)
     assert process.returncode == 0, err
-    assert out.count("|   experts") == 1 and out.startswith("mixtral-8x7b at 1/64 width") and "\n2 x " in out
+    assert out.count("|   experts") == 1 and out.startswith("2 x ") and "\nmixtral-8x7b at 1/64 width" in out
     assert "error" not in err.lower()
 
 

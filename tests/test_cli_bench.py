@@ -16,30 +16,30 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from moeloom import BF16, FP8, FP32
-from moeloom.backends.base import Traffic
 from moeloom.cli import app as command
 from moeloom.cli import bench as benchmark
-from moeloom.cli import peers
+from moeloom.cli import other_systems
 from moeloom.cli.app import app, device_to_use
-from moeloom.cli.bench import Bench, Measurement, Note, bench_rank, summarised, uniform_ids
+from moeloom.cli.bench import Bench, Measurement, Note, Timed, bench_rank, summarised, uniform_ids
 from moeloom.cli.bench_report import KEY, compare, json_line, print_bench, read_lines
 from moeloom.cli.bounds import Bound, Load, Peaks, bounds, busiest, loads
-from moeloom.cli.timing import DeviceClock, DeviceMeter, HostClock, Sample
-from moeloom.errors import MoeloomError
-from moeloom.meter import Meter, StageStats
+from moeloom.cli.stages import Stages
+from moeloom.cli.timing import Sample
+from moeloom.errors import CapabilityError, MoeloomError
 from moeloom.models import MODELS
 from moeloom.placement import Placement
 from moeloom.plan.plan import Plan
 from moeloom.quantize import record_bytes
 from moeloom.types import Routing
 
-SMALL = ("--device", "cpu", "--model", "mixtral-8x7b", "--scale", "64", "--steps", "1", "--timeout", "30")
+MODEL = "mixtral-8x7b"
+SMALL = ("--device", "cpu", "--model", MODEL, "--scale", "64", "--steps", "1", "--timeout", "30")
 PEAKS = Peaks(flops=1e12, reading=4e9, copying=2e9, link=1e9, source="invented")
-SHAPE = MODELS["mixtral-8x7b"].scaled(64)
+SHAPE = MODELS[MODEL].scaled(64)
 
 
 def small(**options: object) -> Bench:
-    same = {"model": "mixtral-8x7b", "scale": 64, "tokens": (5,), "ranks": 1, "recipe_name": "fp32", "device": "cpu"}
+    same = {"models": (MODEL,), "scale": 64, "tokens": (5,), "ranks": 1, "recipe_name": "fp32", "device": "cpu"}
     return Bench(**{**same, "steps": 2, **options})
 
 
@@ -108,7 +108,7 @@ def test_the_busiest_rank_bounds_each_stage() -> None:
 
 
 def test_ids_are_distinct_uniform_and_of_each_rank() -> None:
-    settings = small(ranks=2, tokens=(4000,)).at(4000)
+    settings = small(ranks=2, tokens=(4000,)).at(MODEL, 4000)
     ids = uniform_ids(settings, 0)
     assert ids.shape == (4000, 2) and (ids[:, 0] != ids[:, 1]).all()
     counts = torch.bincount(ids.flatten(), minlength=8)
@@ -117,135 +117,6 @@ def test_ids_are_distinct_uniform_and_of_each_rank() -> None:
 
 
 # ---- samples
-
-
-def test_warm_comes_after_the_same_call_and_stages_are_its_own() -> None:
-    clock, meter, calls = HostClock(), Meter(Traffic(), 0), []
-
-    def run() -> None:
-        calls.append(len(calls))
-        was = meter.stages.get("dispatch", StageStats())
-        meter.stages["dispatch"] = StageStats(calls=was.calls + 1, seconds=was.seconds + 10.0 ** len(calls))
-
-    meter.stages["combine"] = StageStats(calls=3, seconds=5.0)
-    cold = clock.time(run, True, meter)
-    assert calls == [0] and cold.stages == {"dispatch": 10.0}
-    warm = clock.time(run, False, meter)
-    assert calls == [0, 1, 2] and warm.stages == {"dispatch": pytest.approx(1000.0)}
-    assert 0 < warm.seconds == warm.host and warm.queued
-
-
-class FakeGpu:
-    """A GPU whose time is a number: kernels take theirs, one after the other, and do not wait for the host."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.queued: list[object] = []  # kernels as seconds, events as themselves
-        self.now = self.wall = 0.0  # until when it is busy; what a clock on the wall shows
-        self.host = 100.0
-        gpu = self
-
-        class Event:
-            def __init__(self, enable_timing: bool) -> None:
-                assert enable_timing
-                self.at: float | None = None
-
-            def record(self, stream: object = None) -> None:
-                gpu.queued.append(self)
-
-            def query(self) -> bool:
-                return self.at is not None
-
-            def elapsed_time(self, other: Event) -> float:
-                return (other.at - self.at) * 1e3
-
-        self.kernel = self.queued.append
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: self.finish())
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: "stream")
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.kernel(cycles / 2e9))
-        monkeypatch.setattr("time.perf_counter", lambda: self.host)
-
-    def finish(self) -> None:
-        """Do all that is queued."""
-        self._run(float("inf"))
-        self.wall = max(self.wall, self.now)
-
-    def _run(self, until: float) -> None:
-        while self.queued and self.now <= until:
-            one = self.queued.pop(0)
-            if isinstance(one, float):
-                self.now += one
-            else:
-                one.at = self.now
-
-    def host_spends(self, seconds: float) -> None:
-        """The GPU works meanwhile."""
-        self.host += seconds
-        self.wall += seconds
-        self._run(self.wall)
-        if not self.queued:
-            self.now = max(self.now, self.wall)
-
-
-def test_stages_on_a_gpu_are_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = FakeGpu(monkeypatch)
-    traffic = Traffic()
-    meter = DeviceMeter(Meter(traffic, 3), 3, torch.device("cpu"))
-    gpu.now = 7.0  # its clock is not the host's, and it idles before the stages begin
-    meter.settle()
-    with meter.tracing() as events:
-        for name, seconds in (("dispatch", 2e-3), ("experts", 5e-3), ("dispatch", 1e-3)):
-            with meter.stage(name, chunk=int(seconds == 1e-3)):
-                gpu.kernel(seconds)
-                gpu.host += 1e-6
-                traffic.rows += 4
-        assert meter.stages["dispatch"].seconds == pytest.approx(2e-6)  # of the host, so far
-        meter.settle()
-    assert meter.stages["dispatch"] == StageStats(2, pytest.approx(3e-3), 0, 0, 8)
-    assert meter.stages["experts"].seconds == pytest.approx(5e-3)
-    times = [(event.kind, event.chunk, event.begin - 100.0, event.end - 100.0, event.rank) for event in events]
-    assert times == [
-        ("dispatch", 0, pytest.approx(0.0), pytest.approx(2e-3), 3),
-        ("experts", 0, pytest.approx(2e-3), pytest.approx(7e-3), 3),
-        ("dispatch", 1, pytest.approx(7e-3), pytest.approx(8e-3), 3),
-    ]
-    with pytest.raises(KeyError), meter.stage("combine"):
-        raise KeyError
-    meter.looks = False
-    with meter.stage("experts"):
-        gpu.kernel(1.0)
-        gpu.host += 3e-6
-    meter.settle()
-    assert meter.stages["experts"].seconds == pytest.approx(5e-3 + 3e-6) and "combine" not in meter.stages
-
-
-@pytest.mark.parametrize("cold", [True, False])
-def test_calls_on_a_gpu_wait_until_all_is_queued(cold: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, meter = FakeGpu(monkeypatch), None
-    flush = SimpleNamespace(fill_=lambda number: gpu.kernel(1e-4))
-    monkeypatch.setattr(torch, "empty", lambda *_, **__: flush)
-    clock = DeviceClock(torch.device("cpu"), together=lambda: gpu.kernel(1e-5))
-    meter = DeviceMeter(Meter(Traffic(), 0), 0, torch.device("cpu"))
-    calls = []
-
-    def run(host: float = 5e-4) -> None:
-        calls.append(gpu.now)
-        for name, seconds in (("dispatch", 2e-3), ("combine", 3e-3)):
-            with meter.stage(name):
-                gpu.kernel(seconds)
-            gpu.host_spends(host / 2)
-
-    sample = clock.time(run, cold, meter)
-    assert len(calls) == (1 if cold else 2)
-    assert sample.seconds == pytest.approx(5e-3) and sample.host == pytest.approx(5e-4) and sample.queued
-    assert sample.stages == {"dispatch": pytest.approx(2e-3), "combine": pytest.approx(3e-3)}
-    assert clock.alone(run, cold, meter).stages == {} and meter.looks
-    late = clock.time(lambda: run(host=8e-3), cold, meter)
-    assert not late.queued and late.seconds > 5e-3, "the host was slower than the rest"
-    for _ in range(3):
-        late = clock.time(lambda: run(host=8e-3), cold, meter)
-    assert late.queued and late.seconds == pytest.approx(5e-3), "it rests longer from then on"
 
 
 def test_slowest_rank_median_of_rounds_that_were_queued() -> None:
@@ -258,11 +129,9 @@ def test_slowest_rank_median_of_rounds_that_were_queued() -> None:
     other = [sample(2.0), sample(1.0), sample(4.0), sample(50.0, queued=False)]
     keys = [(stage, "moeloom", "cold") for stage in ("layer", "stages")]
     limits = {name: Bound(1e-3, "memory") for name in ("layer", "dispatch", "experts")}
-    done = list(
-        summarised(
-            bench, bench.at(8), Plan("split"), [dict.fromkeys(keys, one), dict.fromkeys(keys, other)], (limits, PEAKS)
-        )
-    )
+    everyone = [dict.fromkeys(keys, one), dict.fromkeys(keys, other)]
+    timed, settings = Timed(Plan("split"), everyone, [], []), bench.at(MODEL, 8)
+    done = list(summarised(bench, settings, timed, (limits, PEAKS)))
     assert [m.stage for m in done] == ["layer", "dispatch", "experts"]
     layer, dispatch, experts = done
     assert layer.us == pytest.approx(4000.0) and layer.fastest_us == pytest.approx(2000.0)  # of 2, 9, 4
@@ -270,8 +139,8 @@ def test_slowest_rank_median_of_rounds_that_were_queued() -> None:
     assert layer.rounds == 3 and not layer.waits and layer.share == pytest.approx(0.25)
     flops = 6 * 8 * 2 * SHAPE.hidden * SHAPE.intermediate
     assert layer.tflops == pytest.approx(flops / 4e-3 / 1e12) and dispatch.tflops is None
-    late = [sample(1.0, queued=False)] * 3
-    (first, *_) = summarised(bench, bench.at(8), Plan("split"), [dict.fromkeys(keys, late)] * 2, (limits, PEAKS))
+    timed = Timed(Plan("split"), [dict.fromkeys(keys, [sample(1.0, queued=False)] * 3)] * 2, [], [])
+    (first, *_) = summarised(bench, settings, timed, (limits, PEAKS))
     assert first.waits and first.rounds == 3
 
 
@@ -294,9 +163,67 @@ def test_fp8_and_decode_and_training() -> None:
     train = {m.stage: m for m in measured(small(recipe_name="bf16", train=True)) if m.cache == "cold"}
     assert set(train) == {"layer and backward", "dispatch", "experts", "combine", "backward"}
     whole = train["layer and backward"]
-    assert whole.us > train["backward"].us and whole.train
+    assert whole.train and whole.bound_us > train["backward"].bound_us > train["experts"].bound_us  # times are noisy
     flops = 18 * 5 * 2 * SHAPE.hidden * SHAPE.intermediate
     assert whole.tflops == pytest.approx(flops / whole.us / 1e6)
+
+
+def test_a_training_step_has_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(benchmark.Case, "check", lambda case: seen.append((case.layer(), case.leaves)))
+    measured(small(train=True, steps=1))
+    ((_, leaves),) = seen
+    assert len(leaves) == 4 and all(bool(leaf.grad.any()) for leaf in leaves), "x, router weights, both of the experts'"
+
+
+@pytest.mark.parametrize(("recipe", "pipeline"), [("fp32", "split"), ("fp8", "split"), ("bf16", "decode")])
+def test_stages_by_themselves(recipe: str, pipeline: str) -> None:
+    found = measured(small(ranks=1, recipe_name=recipe, pipeline=pipeline, stages=True))
+    here = {m.stage: m for m in found if m.cache == "cold"}
+    names = ["dispatch", "experts", "combine"]
+    assert list(here) == ["layer", *names, *["quantise"] * (recipe == "fp8"), *(f"{name}, alone" for name in names)]
+    for name in names:
+        alone, within = here[f"{name}, alone"], here[name]
+        assert 0 < alone.bound_us < alone.us and (alone.tflops is None) == (name != "experts")
+        record, plain = record_bytes(SHAPE.hidden), 2 * SHAPE.hidden
+        if name == "dispatch" and recipe == "fp8":  # 5 rows read, 10 written, at the same rate
+            assert alone.bound_us / within.bound_us == pytest.approx(15 * record / (5 * plain + 10 * record))
+        else:
+            assert alone.bound_us == within.bound_us
+
+
+def test_stages_by_themselves_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine = Stages.combine
+
+    def other(stages: Stages) -> None:
+        combine(stages)
+        stages.y = stages.y + 1
+
+    monkeypatch.setattr(Stages, "combine", other)
+    with pytest.raises(MoeloomError, match=f"{MODEL}, 5 tokens: stages by themselves give other bits"):
+        measured(small(stages=True))
+
+
+def test_several_models_and_room_for_more_tokens() -> None:
+    options = ("--model", f"{MODEL},gpt-oss-20b", "--tokens", "2,3", "--ranks", "1", "--max-tokens", "40", "--stages")
+    result = invoke(*options, "--pipeline", "decode")
+    assert result.exit_code == 0, result.output
+    titles = [line for line in result.stdout.splitlines() if "at 1/64 width: hidden" in line]
+    assert [title.split()[0] for title in titles] == [MODEL, "gpt-oss-20b"]
+    assert result.stdout.count("layer (decode)") == 4 and result.stdout.count("  combine, alone") == 4
+    for said in ("Runtimes were made for 40 tokens per rank.", "alone: the stage by itself", "machine, per rank"):
+        assert result.stdout.count(said) == 1, result.stdout
+    found = measured(small(models=("gpt-oss-20b", MODEL), max_tokens=9, steps=1))
+    assert [m.model for m in found] == ["gpt-oss-20b"] * 8 + [MODEL] * 8 and {m.max_tokens for m in found} == {9}
+
+
+def test_ranks_that_share_gpus_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmark, "peaks_here", lambda bench: PEAKS)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for ranks, said in ((3, "3 ranks share 2 GPU(s): times are not those of a GPU each"), (2, "")):
+        events = bench_rank(small(device="cuda", ranks=ranks, recipe_name="bf16"))
+        first = [next(events) for _ in range(2)]
+        assert (first[1].text if isinstance(first[1], Note) else "") == said
 
 
 @pytest.mark.parametrize("what", ["result", "gradient of x"])
@@ -307,7 +234,7 @@ def test_wrong_results_are_not_timed(what: str, monkeypatch: pytest.MonkeyPatch)
 
     judge = benchmark.judge
     monkeypatch.setattr(benchmark, "judge", spoiled)
-    with pytest.raises(MoeloomError, match=f"{what} is wrong with 5 tokens: error .* allowed"):
+    with pytest.raises(MoeloomError, match=f"{MODEL}, 5 tokens: {what} is wrong: error .* allowed"):
         measured(small(train=True))
 
 
@@ -329,7 +256,7 @@ def test_two_ranks_one_command(tmp_path: Path) -> None:
         assert result.exit_code == code, result.output
         if code:
             assert "8 of 8 measurements take 15 % longer" in result.output
-            assert re.search(r"20 tokens, layer, cold: \S+ -> \S+ us, \S+ times as long", result.output)
+            assert re.search(rf"{MODEL}, 20 tokens, layer, cold: \S+ -> \S+ us, \S+ times as long", result.output)
         else:
             assert "no regression: 8 measurements compared" in result.output
     changed.write_text("".join(json.dumps(line | {"machine": "another"}) + "\n" for line in lines))
@@ -393,6 +320,26 @@ def test_table_of_a_gpu_at_100_columns(found: list[Measurement]) -> None:
         assert "…" not in row
 
 
+def test_table_on_a_narrow_terminal(found: list[Measurement]) -> None:
+    """Columns that do not fit are left out, and it is said where they are; a long name is folded."""
+    here = [dataclasses.replace(m, device="cuda", host_us=123456.0, us=87654.3, bound_us=123.4) for m in found]
+    layer = next(m for m in here if m.stage == "layer" and m.cache == "cold")
+    here += [
+        dataclasses.replace(layer, stage="layer, replayed", waits=True),
+        dataclasses.replace(layer, stage="layer and backward", plan="split, direct, 4 chunks"),
+        dataclasses.replace(layer, stage="dispatch", by="deep_gemm", plan="", bound_us=None, bound_by=None),
+    ]
+    for width in (80, 100):
+        written = io.StringIO()
+        console = Console(file=written, width=width, force_terminal=True, color_system=None, legacy_windows=False)
+        print_bench(console, small(tokens=(5, 64)), here, [])
+        text = written.getvalue()
+        assert max(map(len, text.splitlines())) <= width and "…" not in text
+        assert re.search(r"layer, replayed +│ +87654\* │", text) and "*: the GPU had to wait" in text
+        assert ("warm us" in text and "host us" in text) == (width == 100)
+        assert ("shown from 100 columns on" in " ".join(text.split())) == (width == 80)
+
+
 # ---- peers
 
 
@@ -428,9 +375,9 @@ ADAPTERS = {"good": Good, "gone": Good, "bad": no, "late": Late}
 
 
 def test_peers_that_fail_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "peers.py").write_text(ADAPTERS)
-    monkeypatch.setattr(peers, "ADAPTERS", tmp_path / "peers.py")
-    others, notes = peers.find(SimpleNamespace(device="cuda"), "experts")
+    (tmp_path / "adapters.py").write_text(ADAPTERS)
+    monkeypatch.setattr(other_systems, "ADAPTERS", tmp_path / "adapters.py")
+    others, notes = other_systems.find(SimpleNamespace(device="cuda"), "experts")
     assert notes.pop() == "late: no"
     assert notes == [
         "good: x comes quantised",
@@ -441,9 +388,9 @@ def test_peers_that_fail_are_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     calls, notes = others.at(x, routing, -x)
     assert [(one.name, one.stage, one.run()[2]) for one in calls] == [("good", "layer", "experts")]
     assert notes == ["late: not measured with 3 tokens: its result differs from ours by 0.5"]
-    monkeypatch.setattr(peers, "ADAPTERS", tmp_path / "none.py")
-    assert peers.find(SimpleNamespace(device="cuda"), "experts") == (None, [peers_left_out()])
-    assert peers.find(SimpleNamespace(device="cpu"), "experts") == (None, [])
+    monkeypatch.setattr(other_systems, "ADAPTERS", tmp_path / "none.py")
+    assert other_systems.find(SimpleNamespace(device="cuda"), "experts") == (None, [peers_left_out()])
+    assert other_systems.find(SimpleNamespace(device="cpu"), "experts") == (None, [])
 
 
 def peers_left_out() -> str:
@@ -451,10 +398,10 @@ def peers_left_out() -> str:
 
 
 def test_peers_are_timed_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "peers.py").write_text(ADAPTERS)
-    monkeypatch.setattr(peers, "ADAPTERS", tmp_path / "peers.py")
-    find = peers.find
-    monkeypatch.setattr(peers, "find", lambda settings, experts: find(SimpleNamespace(device="cuda"), experts))
+    (tmp_path / "adapters.py").write_text(ADAPTERS)
+    monkeypatch.setattr(other_systems, "ADAPTERS", tmp_path / "adapters.py")
+    find = other_systems.find
+    monkeypatch.setattr(benchmark, "find", lambda settings, experts: find(SimpleNamespace(device="cuda"), experts))
     events = list(bench_rank(small()))
     said = [event.text for event in events if isinstance(event, Note)]
     assert "gone: not measured: No module named 'a_module_that_is_not_there'" in said
@@ -471,8 +418,9 @@ def test_adapters_of_this_checkout_say_what_is_missing(monkeypatch: pytest.Monke
     """They import without the systems they are for, and name each one."""
     for name in ("deep_gemm", "deep_ep"):
         monkeypatch.setitem(sys.modules, name, None)
-    settings = SimpleNamespace(device="cuda", **{name: getattr(small().at(5), name) for name in ("shape", "placement")})
-    others, notes = peers.find(settings, None)
+    here = small().at(MODEL, 5)
+    settings = SimpleNamespace(device="cuda", shape=here.shape, placement=here.placement)
+    others, notes = other_systems.find(settings, None)
     assert others is None and len(notes) == 2
     for note, name in zip(notes, ("deep_gemm", "deep_ep"), strict=True):
         assert note.startswith(f"{name}: not measured: ")
@@ -489,11 +437,15 @@ def test_adapters_of_this_checkout_say_what_is_missing(monkeypatch: pytest.Monke
         (("--tokens", "8,8"), r"--tokens is 8,8; name each number once"),
         (("--tokens", "many"), r"--tokens is 'many'; give numbers: 1,64,4096"),
         (("--train", "--pipeline", "decode"), r"--train is set, but --pipeline decode has no gradient; .*"),
-        (("--train", "--recipe", "fp8"), r"(--train|--backward) is set, but --recipe fp8 is forward only; .*"),
+        (("--train", "--recipe", "fp8"), r"--train is set, but --recipe fp8 is forward only; .*"),
         (("--against", "gone.jsonl"), r"--against is 'gone.jsonl'; it must be a file that --json has written .*"),
         (("--json", "no/such/folder/x.jsonl"), r"--json is 'no/such/folder/x.jsonl', which cannot be written: .*"),
         (("--json", "x.jsonl", "--against", "./x.jsonl"), r"--json is 'x.jsonl', the file of --against, .*"),
         (("--timeout", "0"), r"--timeout is 0; .*"),
+        (("--model", f"{MODEL},{MODEL}"), rf"--model is {MODEL},{MODEL}; name each model once"),
+        (("--model", f"{MODEL},"), r"--model is '', which is no known model; .*"),
+        (("--tokens", "4,8", "--max-tokens", "7"), r"--max-tokens is 7; allowed with --tokens 4,8: no fewer than .*"),
+        (("--train", "--stages"), r"--stages is set, but with --train stages are timed within the step only; .*"),
     ],
 )
 def test_wrong_options_are_one_line(options: tuple[str, ...], message: str) -> None:
@@ -508,9 +460,42 @@ def test_device_fits_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="--device is 'cuda', but torch sees no H100 or H200"):
         device_to_use("cuda", None, "auto", None)
     monkeypatch.setattr(command, "gpus_with_kernels", lambda: [0, 1])
+    monkeypatch.setattr(command, "driver", lambda: None)
+    monkeypatch.setattr(command, "nvrtc", lambda: None)
     assert device_to_use("auto", None, "auto", None) == device_to_use("auto", 1, "direct", "fp8") == "cuda"
     for asked in ((2, "auto", None), (None, "hybrid", None), (None, "auto", "fp32")):
         assert device_to_use("auto", *asked) == "cpu"
     assert device_to_use("cpu", None, "auto", "bf16") == "cpu"
     assert command.ranks_to_use("cuda", None, 4) == 2 and command.ranks_to_use("cpu", None, 4) == 4
     assert command.ranks_to_use("cuda", 3, 4) == 3
+
+
+def test_gpus_that_kernels_cannot_run_on_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an H100 where the extra is not installed; and one whose driver is in a bad state."""
+
+    def missing() -> None:
+        raise CapabilityError("kernels are compiled by NVRTC 13, found: No module named 'cuda'; pip install")
+
+    def broken() -> list[int]:
+        raise RuntimeError("CUDA error: unknown error\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(command, "gpus_with_kernels", lambda: [0])
+    monkeypatch.setattr(command, "nvrtc", missing)
+    for name in ("bench", "run"):
+        result = CliRunner().invoke(app, [name])
+        wanted = "error: --device is 'auto', and there are GPUs, but kernels are compiled by NVRTC 13, found: No module"
+        assert result.exit_code == 2 and result.stderr.startswith(wanted) and result.stderr.count("\n") == 1
+        assert result.stderr.endswith("; or --device cpu\n")
+    monkeypatch.setattr(command, "gpus_with_kernels", broken)
+    for name in ("bench", "run", "measure"):
+        result = CliRunner().invoke(app, [name])
+        assert result.exit_code == 1 and result.stderr.startswith("error: RuntimeError: CUDA error: unknown error")
+        assert result.stderr.count("\n") == 1
+
+
+def test_help_is_whole_at_80_columns() -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80"})
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and not any(line.endswith("...") for line in lines if "COMMAND" not in line)
+    for name in ("run", "bench", "plan", "measure", "doctor"):
+        assert re.search(rf"^  {name} +[A-Z].*\.$", result.stdout, re.MULTILINE), name

@@ -27,6 +27,7 @@ from moeloom.cli.app import app
 from moeloom.cli.doctor import Finding
 from moeloom.cli.findings import as_json, print_findings, verdict
 from moeloom.errors import CapabilityError
+from moeloom.runtime import _backend_name
 from tests.support.nvrtc import needs_nvrtc
 
 ROOT = Path(__file__).parent.parent
@@ -353,7 +354,39 @@ def test_ranks_are_not_tried_behind_a_problem(monkeypatch: pytest.MonkeyPatch, f
     findings = {finding.name: finding for finding in doctor.examine()}
     assert findings["ranks"].found == "not tried: see shared memory"
     assert findings["backend"].state == "note" and not doctor.works(list(findings.values()))
-    assert "SM90" in doctor.check_backend(True).found
+
+
+@pytest.fixture(params=[True, False], ids=["kernels run", "kernels fail"])
+def kernels(request: pytest.FixtureRequest) -> Finding:
+    return Finding("kernels", "ok", "20 compiled") if request.param else Finding("kernels", "note", "do not run", "why")
+
+
+def test_what_a_runtime_would_use(monkeypatch: pytest.MonkeyPatch, kernels: Finding) -> None:
+    runs, both = kernels.state == "ok", "sm90 on GPU 0, 1 (GPU of 9); cpu in groups without NCCL"
+    for gpus in ((), ((8, 0),), ((10, 0), (12, 0))):  # none, an A100, a B200 beside another
+        fake_gpus(monkeypatch, *gpus)
+        assert doctor.check_backend([OK, NOTE]) == Finding("backend", "ok", "cpu: torch sees no H100 or H200")
+    fake_gpus(monkeypatch, (9, 0), (9, 0))
+    finding = doctor.check_backend([OK, kernels, NOTE])
+    assert finding.found == both + ("" if runs else "; but kernels do not run")
+    assert (finding.state, finding.advice) == (("ok", "") if runs else ("note", "see kernels, or pass backend='cpu'"))
+    fake_gpus(monkeypatch, (8, 0), (9, 0))
+    if runs:
+        finding = doctor.check_backend([OK, kernels])
+        assert finding.state == "ok" and finding.found.startswith("sm90 on GPU 1 (GPU of 9); cpu in groups")
+        assert finding.found.endswith("cpu where a rank's current GPU is another") and "set_device" in finding.advice
+    told = [kernels, doctor.check_backend([kernels])]
+    assert verdict(told) == "moeloom works here" + ("" if runs else " with the CPU backend only: see backend")
+    finding = doctor.check_backend([PROBLEM, kernels])
+    assert finding.state == "note" and finding.found.startswith("none with several ranks")
+
+
+def test_what_it_says_is_what_a_runtime_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capabilities in ((), ((8, 0),), ((9, 0),), ((10, 0),)):
+        fake_gpus(monkeypatch, *capabilities)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu=0, all=capabilities: all[gpu])
+        said = doctor.check_backend([OK]).found
+        assert re.match(_backend_name("auto", "self"), said), (capabilities, said)
 
 
 # ---- what is printed

@@ -9,12 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from moeloom import FP8, machine_cache
 from moeloom.backends.sm90.probe import WAYS, Launches, Link, LinkRate
 from moeloom.cli import app as command
+from moeloom.cli import measure as measuring
 from moeloom.cli.app import app
 from moeloom.cli.measure import Point, Probes, points, solve, table_of
 from moeloom.cli.measure_gpu import GpuFound, GpuProbes, best_way, print_gpu
@@ -231,12 +233,23 @@ def test_cpu_and_gpu_are_kept_apart(
     assert "it is of NVIDIA H200, not of NVIDIA H100 80GB HBM3" in caplog.text
 
 
+def test_cpus_are_measured_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(measuring, "INTERMEDIATE", 32)
+    seconds, num_bytes = measuring._one_row_each(16)
+    assert seconds > 0 and num_bytes == 8 * 3 * 16 * 512 * 4
+    stages = measuring.time_layer(Point("split", "direct", 1, 2), 1)
+    assert set(stages) == set(STAGES) and measuring.time_rounds(1) > 0
+    assert measuring.time_alone()["flops"]["fp8"] > 0
+
+
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "gpus_with_kernels", lambda: [])
     assert command.backend_to_measure("auto", None) == "cpu" == command.backend_to_measure("cpu", 2)
     refused = CliRunner().invoke(app, ["measure", "--backend", "sm90"])
-    assert refused.exit_code == 1 and "error: --backend is 'sm90', but torch sees no H100 or H200" in refused.stderr
+    assert refused.exit_code == 2 and "error: --backend is 'sm90', but torch sees no H100 or H200" in refused.stderr
     monkeypatch.setattr(command, "gpus_with_kernels", lambda: [0])
     assert command.backend_to_measure("auto", None) == "sm90" and command.backend_to_measure("auto", 2) == "cpu"
     refused = CliRunner().invoke(app, ["measure", "--backend", "sm90", "--ranks", "3"])
-    assert refused.exit_code == 1 and "--ranks is 3; leave it out" in refused.stderr
+    assert refused.exit_code == 2 and "--ranks is 3; leave it out" in refused.stderr

@@ -1,12 +1,9 @@
-"""The `moeloom` command: options, exit codes, errors in one line."""
+"""The `moeloom` command: its options."""
 
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,32 +13,21 @@ from rich.console import Console
 import moeloom
 from moeloom import env, machine_cache
 from moeloom.backends.sm90.probe import gpus_with_kernels
-from moeloom.cli.bench import Bench, Measurement, Note, PipelineChoice, bench_rank
-from moeloom.cli.bench_report import BenchFiles, print_bench
+from moeloom.cli.bench import Bench, PipelineChoice
+from moeloom.cli.bench_report import BenchFiles
 from moeloom.cli.doctor import examine, works
-from moeloom.cli.drawings import save_trace
+from moeloom.cli.execute import DEFAULT_NODES, FAILED, execute, execute_bench, one_line_errors
 from moeloom.cli.findings import as_json, print_findings
 from moeloom.cli.measure import run_measure, table_of
 from moeloom.cli.measure_gpu import print_gpu, run_measure_gpu
 from moeloom.cli.plan import CPU, MACHINES, Output, PhaseName, Query, parse_range, show_plans
-from moeloom.cli.report import passed, print_report, progress_bar, trace_title
-from moeloom.cli.run import (
-    GPU_RECIPES,
-    DeviceName,
-    ExchangeChoice,
-    RecipeName,
-    Report,
-    Settings,
-    Step,
-    run_rank,
-)
-from moeloom.cli.timing import meet
-from moeloom.errors import MoeloomError
-from moeloom.launch import BACKENDS, RankPool
+from moeloom.cli.run import GPU_RECIPES, DeviceName, ExchangeChoice, RecipeName, Settings
+from moeloom.errors import CapabilityError
+from moeloom.jit.bindings import driver, nvrtc
+from moeloom.launch import BACKENDS
 from moeloom.types import ReductionName
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
-DEFAULT_RANKS, DEFAULT_NODES = 4, 1
+DEFAULT_RANKS = 4
 MeasuredBackend = Literal["auto", "cpu", "sm90"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
@@ -68,7 +54,7 @@ def commands(
     """The expert-parallel data flow of mixture-of-experts layers."""
 
 
-@app.command()
+@app.command(short_help="Run a layer on several ranks, check it, report time and traffic.")
 def run(
     model: Annotated[str, typer.Option(help="Preset of moeloom.models.")] = "qwen3-30b-a3b",
     scale: Annotated[int, typer.Option(min=1, help="Divide the model's widths by this.")] = 8,
@@ -118,7 +104,7 @@ def run(
 
     Starts the ranks itself, or joins those of torchrun.
     """
-    try:
+    with one_line_errors(debug, in_options=True):
         chosen = device_to_use(device, nodes, exchange, recipe)
         num_ranks = ranks_to_use(chosen, ranks, DEFAULT_RANKS)
         settings = Settings(
@@ -128,16 +114,17 @@ def run(
             routing=routing, steps=steps, check=check, seed=seed, timeout=timeout, checkpoint=checkpoint, layer=layer,
             backward=backward, chunks=chunks, trace=trace, device=chosen,
         )  # fmt: skip
-    except ValueError as error:
-        _report_error(error, debug)
-        raise typer.Exit(USAGE) from None
     raise typer.Exit(execute(settings, debug=debug))
 
 
-@app.command()
+@app.command(short_help="Time layers and their stages; find regressions.")
 def bench(
     model: Annotated[
-        str | None, typer.Option(show_default="deepseek-v3; qwen3-30b-a3b on CPUs", help="Preset of moeloom.models.")
+        str | None,
+        typer.Option(
+            show_default="deepseek-v3; qwen3-30b-a3b on CPUs",
+            help="Preset of moeloom.models, or several: deepseek-v3,qwen3-235b-a22b.",
+        ),
     ] = None,
     scale: Annotated[
         int | None, typer.Option(min=1, show_default="1; 8 on CPUs", help="Divide the model's widths by this.")
@@ -145,6 +132,10 @@ def bench(
     tokens: Annotated[
         str | None,
         typer.Option(show_default="1,8,64,512,2048,8192; 1,16,256 on CPUs", help="Per rank: a case for each number."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="each case's", help="Tokens per rank that memory and fixed shapes are for."),
     ] = None,
     recipe: Annotated[
         RecipeName | None,
@@ -155,11 +146,17 @@ def bench(
         int | None,
         typer.Option(min=1, show_default="one per GPU, or those of torchrun; 2 on CPUs", help="Ranks to start."),
     ] = None,
-    pipeline: Annotated[PipelineChoice, typer.Option(help="auto asks the planner.")] = "auto",
-    train: Annotated[bool, typer.Option("--train", help="Time forward and backward.")] = False,
+    pipeline: Annotated[
+        PipelineChoice, typer.Option(help="auto asks the planner; decode is timed as a CUDA graph too, on GPUs.")
+    ] = "auto",
+    train: Annotated[bool, typer.Option("--train", help="Time a training step: forward and backward.")] = False,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Time each stage by itself too, not only as a part of the layer.")
+    ] = False,
     steps: Annotated[int, typer.Option(min=1, help="Timed rounds of each case.")] = 9,
     peers: Annotated[
-        bool, typer.Option("--peers/--no-peers", help="Time other systems beside, where they are installed.")
+        bool,
+        typer.Option("--peers/--no-peers", help="On GPUs time other systems' forward beside, if they are installed."),
     ] = True,
     seed: Annotated[int, typer.Option(help="For weights, tokens and routing.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for a rank that does not come.")] = 60.0,
@@ -173,25 +170,25 @@ def bench(
 ) -> None:
     """Time a layer and its stages, beside what this machine cannot do faster; with --against, find regressions.
 
-    Starts the ranks itself, or joins those of torchrun.
+    Times are the median of rounds, of the slowest rank in each; once with cold caches, once after the same call. On
+    GPUs they are between events on the stream, behind a kernel that rests until all is queued. Results are checked
+    before. Starts the ranks itself, or joins those of torchrun.
     """
-    try:
+    with one_line_errors(debug, in_options=True):
         on_cpu = (chosen := device_to_use(device, None, "auto", recipe)) == "cpu"
         fast: RecipeName = "bf16" if train else "fp8"
         settings = Bench(
-            model=model or ("qwen3-30b-a3b" if on_cpu else "deepseek-v3"), scale=scale or (8 if on_cpu else 1),
+            models=tuple((model or ("qwen3-30b-a3b" if on_cpu else "deepseek-v3")).split(",")),
+            scale=scale or (8 if on_cpu else 1), max_tokens=max_tokens,
             tokens=parse_cases(tokens or ("1,16,256" if on_cpu else "1,8,64,512,2048,8192")),
             ranks=ranks_to_use(chosen, ranks, 2), recipe_name=recipe or ("fp32" if on_cpu else fast), device=chosen,
-            pipeline=pipeline, train=train, steps=steps, seed=seed, timeout=timeout, peers=peers,
+            pipeline=pipeline, train=train, stages=stages, steps=steps, seed=seed, timeout=timeout, peers=peers,
         )  # fmt: skip
         files = BenchFiles.open(json_file, against)
-    except ValueError as error:
-        _report_error(error, debug)
-        raise typer.Exit(USAGE) from None
     raise typer.Exit(execute_bench(settings, files, debug=debug))
 
 
-@app.command()
+@app.command(short_help="Predict how a layer is best run on a machine, and why.")
 def plan(
     model: Annotated[str, typer.Option(help="Preset of moeloom.models.")] = "deepseek-v3",
     machine: Annotated[
@@ -224,22 +221,19 @@ def plan(
 
     Nothing is run: times are predicted. Exit code 1 if there is no way to run it.
     """
-    try:
+    with one_line_errors(debug, in_options=True):
         query = Query(
             model=model, machine=machine, gpus_per_node=gpus_per_node, nodes=nodes, tokens=parse_range(tokens),
             phase=phase, recipe_name=recipe, routing=routing, sweep=sweep,
         )  # fmt: skip
         output = Output(explain=explain, as_json=as_json_text, plot=plot, trace=trace)
         output.check(query)
-    except ValueError as error:
-        _report_error(error, debug)
-        raise typer.Exit(USAGE) from None
-    with _one_line_errors(debug):
+    with one_line_errors(debug):
         found = show_plans(Console(highlight=False), query, output)
     raise typer.Exit(0 if found else FAILED)
 
 
-@app.command()
+@app.command(short_help="Measure what this machine gives to ranks, for plans.")
 def measure(
     backend: Annotated[
         MeasuredBackend, typer.Option(help="Whose machine; auto: sm90 if there is an H100 or H200 and no --ranks.")
@@ -255,8 +249,9 @@ def measure(
 ) -> None:
     """Measure what this machine gives to ranks, for plans. Takes about 10 seconds; run it while nothing else runs."""
     status = Console(stderr=True, highlight=False)
-    with _one_line_errors(debug):
+    with one_line_errors(debug, in_options=True):
         chosen = backend_to_measure(backend, ranks)
+    with one_line_errors(debug):
         if chosen == "sm90":
             of_gpu = run_measure_gpu(status, times)
             found, data = of_gpu.measured, of_gpu.to_json()
@@ -284,7 +279,7 @@ def backend_to_measure(asked: MeasuredBackend, ranks: int | None) -> str:
     return asked
 
 
-@app.command()
+@app.command(short_help="Look at this machine: what is here, and what to mend.")
 def doctor(
     ranks: Annotated[int, typer.Option(min=1, help="How many ranks you mean to run on this machine.")] = DEFAULT_RANKS,
     as_json_text: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
@@ -304,16 +299,20 @@ def doctor(
 def device_to_use(
     asked: DeviceChoice, nodes: int | None, exchange: ExchangeChoice, recipe: RecipeName | None
 ) -> DeviceName:
-    """The device for what is asked. Raises ValueError for GPUs that are not there."""
+    """The device for what is asked. Raises ValueError for GPUs that are not there, or that kernels cannot run on."""
     if asked == "cpu":
         return "cpu"
     is_there = bool(gpus_with_kernels())
-    if asked == "cuda":
-        if not is_there:
-            raise ValueError("--device is 'cuda', but torch sees no H100 or H200 here; `moeloom doctor` says why")
-        return "cuda"
+    if asked == "cuda" and not is_there:
+        raise ValueError("--device is 'cuda', but torch sees no H100 or H200 here; `moeloom doctor` says why")
     fits = nodes in (None, 1) and exchange != "hybrid" and recipe in (None, *GPU_RECIPES)
-    return "cuda" if is_there and fits else "cpu"
+    if asked == "auto" and not (is_there and fits):
+        return "cpu"
+    try:  # before ranks start
+        nvrtc(), driver()
+    except CapabilityError as error:
+        raise ValueError(f"--device is {asked!r}, and there are GPUs, but {error}; or --device cpu") from None
+    return "cuda"
 
 
 def ranks_to_use(device: DeviceName, asked: int | None, on_cpu: int) -> int:
@@ -351,110 +350,3 @@ def parse_tokens(text: str, num_ranks: int) -> tuple[int, ...]:
     if len(counts) not in (1, num_ranks):
         raise ValueError(f"--tokens has {len(counts)} numbers; give one, or one for each of {num_ranks} ranks")
     return counts if len(counts) == num_ranks else counts * num_ranks
-
-
-def execute(settings: Settings, *, debug: bool = False, console: Console | None = None) -> int:
-    """Run, print the report and return the exit code."""
-    console = console or Console(highlight=False)
-    report = None
-    try:
-        with progress_bar(console) as show, closing(_events(settings)) as events:
-            for event in events:
-                if isinstance(event, Report):
-                    report = event
-                elif not (dist.is_initialized() and dist.get_rank()):
-                    show(event)
-        if report is None:  # rank 0 has it
-            return 0
-        print_report(console, settings, report)
-        if settings.trace:
-            save_trace(report.trace, settings.trace, trace_title(settings, report))
-        return 0 if passed(report) else FAILED
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
-    except Exception as error:  # whatever it is, a user gets one line and an exit code
-        _report_error(error, debug)
-        return FAILED
-
-
-def _events(settings: Settings) -> Generator[Step | Report, None, None]:
-    """What happens on rank 0: in this process if torchrun made it a rank, otherwise in a new one."""
-    if not dist.is_initialized():
-        pool = (settings.num_ranks, settings.nodes or DEFAULT_NODES, settings.device)
-        yield from _on_ranks(pool, run_rank, settings)
-    else:
-        yield from _on_this_rank(run_rank, settings)
-
-
-def _on_ranks(
-    pool: tuple[int, int, str], fn: Callable[..., Iterator[Any]], settings: Any
-) -> Generator[Any, None, None]:
-    """What fn yields on rank 0 of a new pool of so many ranks, nodes, and of that device."""
-    with RankPool(*pool) as ranks:
-        try:
-            yield from ranks.stream(fn, settings)
-        except BaseException:
-            for process in ranks.processes:
-                process.kill()  # in the middle of a step it does not listen; the pool would wait a second for each
-            raise
-
-
-def _on_this_rank(fn: Callable[..., Iterator[Any]], settings: Any) -> Generator[Any, None, None]:
-    """What fn yields on this rank of torchrun's."""
-    yield from fn(settings)
-    meet()  # nobody leaves while another still reads what it sent
-    dist.destroy_process_group()
-
-
-def execute_bench(bench: Bench, files: BenchFiles, *, debug: bool = False, console: Console | None = None) -> int:
-    """Measure, print, keep and compare; the exit code."""
-    console = console or Console(highlight=False)
-    joined = dist.is_initialized()
-    is_first = not (joined and dist.get_rank())
-    found: list[Measurement] = []
-    notes: list[str] = []
-    try:
-        pool = (bench.ranks, 1, bench.device)
-        ranks = _on_this_rank(bench_rank, bench) if joined else _on_ranks(pool, bench_rank, bench)
-        with progress_bar(console) as show, closing(ranks) as events:
-            for event in events:
-                if isinstance(event, Measurement):
-                    found.append(event)
-                    files.keep(event)
-                elif isinstance(event, Note):
-                    notes.append(event.text)
-                elif is_first:
-                    show(event)
-        if not is_first:
-            return 0
-        print_bench(console, bench, found, notes)
-        return FAILED if files.regressed(console, found) else 0
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        return INTERRUPTED
-    except Exception as error:  # as in execute
-        _report_error(error, debug)
-        return FAILED
-
-
-@contextmanager
-def _one_line_errors(debug: bool) -> Iterator[None]:
-    """Whatever goes wrong inside, a user gets one line and an exit code."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except Exception as error:
-        _report_error(error, debug)
-        raise typer.Exit(FAILED) from None
-
-
-def _report_error(error: Exception, debug: bool) -> None:
-    """One line on stderr; with debug the traceback before it, and that of the rank, which is a note of the error."""
-    if debug:
-        typer.echo("".join(traceback.format_exception(error)).rstrip() + "\n", err=True)
-    where = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-    kind = "" if isinstance(error, MoeloomError | ValueError) else f"{type(error).__name__}: "
-    typer.echo(f"error: {where}{kind}{' '.join(str(error).split())}", err=True)

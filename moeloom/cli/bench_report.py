@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,49 +21,58 @@ WIDE = 100  # of what is no terminal: a table in a file should not be folded
 NOISE_US = 1.0  # events on a GPU count in halves of it
 # what must be equal for two measurements to be of the same thing
 KEY = (
-    "machine", "device", "hidden", "intermediate", "experts", "topk", "recipe", "ranks", "train", "asked", "tokens",
-    "stage", "by", "cache",
+    "machine", "device", "model", "hidden", "intermediate", "experts", "topk", "recipe", "ranks", "train", "asked",
+    "tokens", "max_tokens", "stage", "by", "cache",
 )  # fmt: skip
 NUMBERS = ("us", "tokens")
 
 
 def print_bench(console: Console, bench: Bench, found: Sequence[Measurement], notes: Sequence[str]) -> None:
-    """The whole report."""
+    """The whole report: a table for each model, and what is to be said of all."""
     first, plain = found[0], is_plain(console)
     if not console.is_terminal:
         console.width = max(console.width, WIDE)
-    name = first.model if bench.scale == 1 else f"{bench.model} at 1/{bench.scale} width"
-    say(
-        console,
-        f"{name}: hidden {first.hidden}, intermediate {first.intermediate}, {first.experts} experts, top-{first.topk}",
-        style="bold",
-    )
     say(
         console,
         f"{bench.ranks} x {first.machine}, {first.recipe}, uniform routing"
         f"{', forward and backward' if bench.train else ''}",
     )
-    console.print(_table(found, plain))
-    if any(one.stage == "quantise" for one in found):
-        say(console, "quantise: by itself; dispatch does it too.", style="dim")
-    peaks = first.peaks
-    say(
-        console,
+    for model in dict.fromkeys(one.model for one in found):
+        mine = [one for one in found if one.model == model]
+        sizes = f"hidden {mine[0].hidden}, intermediate {mine[0].intermediate}, {mine[0].experts} experts"
+        width = f" at 1/{bench.scale} width" if bench.scale > 1 else ""
+        say(console, f"{model}{width}: {sizes}, top-{mine[0].topk}", style="bold")
+        console.print(_table(mine, plain, console.width >= WIDE))
+    for line in (*_legend(bench, found, console.width >= WIDE), *dict.fromkeys(notes)):
+        say(console, line, style="dim")
+
+
+def _legend(bench: Bench, found: Sequence[Measurement], wide: bool) -> Iterator[str]:
+    """What the columns and the names of the stages mean."""
+    first, stages = found[0], {one.stage for one in found}
+    warm = "warm: after the same call" if wide else f"times after the same call are shown from {WIDE} columns on"
+    yield (
         f"us: the slowest rank's, waits for others included; median of {_rounds(found)}. cold: {_cold(first.device)};"
-        " warm: after the same call. bound: what the busiest rank needs at least on this machine; share: of the time"
-        " cold.",
-        style="dim",
+        f" {warm}. bound: what the busiest rank needs at least on this machine; share: of the time cold."
     )
-    say(
-        console,
-        f"machine, per rank: {peaks['flops'] / 1e12:.4g} TFLOP/s, memory {bytes_text(peaks['reading'])}/s reading,"
-        f" {bytes_text(peaks['copying'])}/s copying, link {bytes_text(peaks['link'])}/s each way ({peaks['source']}).",
-        style="dim",
+    if "quantise" in stages:
+        yield f"quantise: by itself; dispatch does it too{', but not alone' * bench.stages}."
+    if bench.stages:
+        yield "alone: the stage by itself, cold or warm; the others are parts of a layer."
+    if REPLAY in stages:
+        yield "replayed: the layer as a CUDA graph."
+    if bench.max_tokens is not None:
+        yield f"Runtimes were made for {bench.max_tokens} tokens per rank."
+    peaks, (scale, unit) = first.peaks, _rate_unit(first.device)
+    yield (
+        f"machine, per rank: {peaks['flops'] / 1e12 * scale:.4g} {unit}, memory {bytes_text(peaks['reading'])}/s"
+        f" reading, {bytes_text(peaks['copying'])}/s copying, link {bytes_text(peaks['link'])}/s each way"
+        f" ({peaks['source']})."
     )
-    if first.device == "cuda":
-        say(console, "host: until all was queued; not part of the other times, but for those marked *.", style="dim")
-    for note in notes:
-        say(console, note, style="dim")
+    if first.device == "cuda" and wide:
+        yield "host: until all was queued; not part of the other times."
+    if any(one.waits for one in found):
+        yield "*: the GPU had to wait for the host, which is part of that time."
 
 
 def _rounds(found: Sequence[Measurement]) -> str:
@@ -77,20 +86,16 @@ def _cold(device: str) -> str:
     return f"256 MB go through the {cache} before each call"
 
 
-def _table(found: Sequence[Measurement], plain: bool) -> Table:
-    """A row per stage, a section per number of tokens."""
+def _table(found: Sequence[Measurement], plain: bool, wide: bool) -> Table:
+    """A row per stage, a section per number of tokens. wide: all columns."""
     table = Table(box=box.ASCII if plain else box.ROUNDED, header_style="bold")
-    on_gpu = found[0].device == "cuda"
-    rate, unit = ("TFLOP/s", 1.0) if on_gpu else ("GFLOP/s", 1e3)
+    scale, unit = _rate_unit(found[0].device)
+    columns = ["cold us", *["warm us"] * wide, "bound us", "by", "share", unit]
+    columns += ["host us"] * (wide and found[0].device == "cuda")
     table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("stage", no_wrap=True)
-    for title in ("cold us", "warm us", "bound us"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("by", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column(rate, justify="right", no_wrap=True)
-    if on_gpu:
-        table.add_column("host us", justify="right", no_wrap=True)
+    table.add_column("stage", overflow="fold")
+    for title in columns:
+        table.add_column(title, justify="left" if title == "by" else "right", no_wrap=True)
     cold = [one for one in found if one.cache == "cold"]
     warm = {(one.tokens, one.stage, one.by): one for one in found if one.cache == "warm"}
     for tokens in dict.fromkeys(one.tokens for one in cold):
@@ -98,20 +103,25 @@ def _table(found: Sequence[Measurement], plain: bool) -> Table:
         for number, one in enumerate(m for m in cold if m.tokens == tokens):
             other = warm.get((one.tokens, one.stage, one.by))
             whole = one.by == OWN and one.stage in (LAYER, REPLAY, TRAINING)
-            cells = [
-                str(tokens) if number == 0 else "",
-                _title(one),
-                _us(one.us) + "*" * one.waits,
-                _us(other.us) + "*" * other.waits if other else "-",
-                "-" if one.bound_us is None else _us(one.bound_us),
-                one.bound_by or "-",
-                "-" if one.share is None else f"{one.share:.2f}",
-                "-" if one.tflops is None else _rate(one.tflops * unit),
-            ]
-            if on_gpu:
-                cells.append("" if one.host_us is None else _us(one.host_us))
-            table.add_row(*cells, style="bold" if whole else "cyan" if one.by != OWN else None)
+            cells = {
+                "cold us": _us(one.us) + "*" * one.waits,
+                "warm us": _us(other.us) + "*" * other.waits if other else "-",
+                "bound us": "-" if one.bound_us is None else _us(one.bound_us),
+                "by": one.bound_by or "-",
+                "share": "-" if one.share is None else f"{one.share:.2f}",
+                unit: "-" if one.tflops is None else _rate(one.tflops * scale),
+                "host us": "" if one.host_us is None else _us(one.host_us),
+            }
+            table.add_row(
+                str(tokens) if number == 0 else "", _title(one), *(cells[title] for title in columns),
+                style="bold" if whole else "cyan" if one.by != OWN else None,
+            )  # fmt: skip
     return table
+
+
+def _rate_unit(device: str) -> tuple[float, str]:
+    """How many of the unit a TFLOP/s is, and the unit."""
+    return (1.0, "TFLOP/s") if device == "cuda" else (1e3, "GFLOP/s")
 
 
 def _title(one: Measurement) -> str:
@@ -205,7 +215,7 @@ def compare(found: Iterable[Measurement], earlier: Iterable[dict[str, Any]]) -> 
         compared += 1
         if one.us > ALLOWED_SLOWER * was["us"] and one.us > was["us"] + NOISE_US:
             slower.append(
-                f"{one.tokens} tokens, {one.stage}, {one.cache}: {_us(was['us'])} -> {_us(one.us)} us,"
+                f"{one.model}, {one.tokens} tokens, {one.stage}, {one.cache}: {_us(was['us'])} -> {_us(one.us)} us,"
                 f" {one.us / was['us']:.2f} times as long"
             )
     return compared, slower

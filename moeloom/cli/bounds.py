@@ -85,7 +85,8 @@ def bounds(shape: ModelShape, recipe: Recipe, peaks: Peaks, load: Load) -> dict[
 
     experts and layer: 6 H I operations per pair, or reading the weights of the experts hit. backward: 12 H I, or
     reading these weights and writing their gradients. quantise: reading rows and writing them quantised. dispatch:
-    reading own rows and writing one per pair, or a row to each rank that needs it. combine: the way back.
+    reading own rows and writing one per pair, or a row to each rank that needs it; alone: reading rows that are
+    quantised already. combine: the way back.
     """
     hidden, itemsize = shape.expert_hidden, recipe.dtype.itemsize
     elements = hidden * shape.intermediate
@@ -110,6 +111,7 @@ def bounds(shape: ModelShape, recipe: Recipe, peaks: Peaks, load: Load) -> dict[
         "layer and backward": Bound(forward.seconds + backward.seconds, forward.by),
         "quantise": either(0, 0, load.tokens * (plain + sent), 0),
         "dispatch": either(0, 0, load.tokens * plain + load.pairs * sent, load.rows_moved * sent),
+        "dispatch, alone": either(0, 0, (load.tokens + load.pairs) * sent, load.rows_moved * sent),
         "combine": either(0, 0, (load.pairs + load.tokens) * plain, load.rows_moved * plain),
     }
 

@@ -40,7 +40,6 @@ LAYER_SECONDS = 30.0
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 DRIVER = Path("/proc/driver/nvidia/version")
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-NEXT_BACKEND = "the SM90 backend is not in this version; it will need an H100 or H200, a CUDA build of torch and NVRTC"
 
 State = Literal["ok", "note", "problem"]
 
@@ -63,7 +62,7 @@ def examine(ranks: int = 2) -> list[Finding]:
     tried = Finding("ranks", "note", f"not tried: see {first.name}") if first else check_ranks()
     accelerators = [check_gpus(), *check_peer_access(), *check_driver(), check_nvrtc(), *check_kernels(), check_nccl()]
     findings = [*basics, tried, *accelerators, check_cache(), *check_extras()]
-    return [*findings, check_backend(works(findings))]
+    return [*findings, check_backend(findings)]
 
 
 def works(findings: list[Finding]) -> bool:
@@ -231,7 +230,8 @@ def check_ranks(seconds: float = LAYER_SECONDS) -> Finding:
 def run_small_layers() -> None:
     """On each rank of `check_ranks`."""
     for nodes in (1, 2):
-        with Runtime(topology=Topology.split(2, nodes), timeout=LAYER_SECONDS / 2) as rt, torch.no_grad():
+        topology = Topology.split(2, nodes)
+        with Runtime(topology=topology, backend="cpu", timeout=LAYER_SECONDS / 2) as rt, torch.no_grad():
             x = torch.ones(4, 16)
             experts = Experts(torch.ones(1, 16, 16), torch.ones(1, 16, 8))
             y = rt.moe(x, Router(num_topk=2)(torch.zeros(4, 2)), experts)
@@ -317,7 +317,7 @@ def check_kernels() -> list[Finding]:
             for binary in binaries:
                 jit.load(binary, torch.device("cuda", gpu))
     except Exception as error:
-        advice = f"see nvrtc and driver above; {INSTALL}; without kernels the CPU is used"
+        advice = f"see nvrtc and driver above; {INSTALL}; until then only backend='cpu' works"
         kind = "" if isinstance(error, MoeloomError) else f"{type(error).__name__}: "
         return [Finding("kernels", "note", f"do not run: {kind}{_one_line(error)}", advice)]
     number = sum(len(binary.kernels) for binary in binaries)
@@ -327,8 +327,8 @@ def check_kernels() -> list[Finding]:
 def check_nccl() -> Finding:
     """NCCL, as torch brings it."""
     if not torch.version.cuda or not torch.distributed.is_nccl_available():
-        return Finding("nccl", "note", "not in this torch; not used in this version")
-    return Finding("nccl", "ok", f"{_dotted(torch.cuda.nccl.version())}; not used in this version")
+        return Finding("nccl", "note", "not in this torch; only for groups of ranks on GPUs")
+    return Finding("nccl", "ok", f"{_dotted(torch.cuda.nccl.version())}: for groups of ranks on GPUs; moves no rows")
 
 
 def check_cache() -> Finding:
@@ -366,11 +366,20 @@ def package_version(name: str) -> str | None:
         return None
 
 
-def check_backend(can_run: bool) -> Finding:
-    """What a Runtime would run on."""
-    if not can_run:
+def check_backend(findings: list[Finding]) -> Finding:
+    """What a Runtime runs on that is not told its backend, by all that was found before."""
+    if not works(findings):
         return Finding("backend", "note", "none with several ranks, because of the above; Runtime('self') may work")
-    return Finding("backend", "ok", f"cpu; {NEXT_BACKEND}")
+    gpus = gpus_with_kernels()
+    if not gpus:
+        return Finding("backend", "ok", "cpu: torch sees no H100 or H200")
+    kinds = " and ".join(sorted({torch.cuda.get_device_properties(gpu).name for gpu in gpus}))
+    found = f"sm90 on GPU {', '.join(map(str, gpus))} ({kinds}); cpu in groups without NCCL"
+    if any(finding.name == "kernels" and finding.state != "ok" for finding in findings):
+        return Finding("backend", "note", f"{found}; but kernels do not run", "see kernels, or pass backend='cpu'")
+    if len(gpus) < torch.cuda.device_count():
+        return Finding("backend", "ok", f"{found}; cpu where a rank's current GPU is another", "torch.cuda.set_device")
+    return Finding("backend", "ok", found)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

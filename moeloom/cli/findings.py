@@ -45,7 +45,8 @@ def verdict(findings: list[Finding]) -> str:
     """The last line."""
     problems = [finding.name for finding in findings if finding.state == "problem"]
     if not problems:
-        return "moeloom works here"
+        without = any(finding.name == "backend" and finding.state != "ok" for finding in findings)
+        return f"moeloom works here{' with the CPU backend only: see backend' * without}"
     return f"moeloom does not work here with several ranks: {', '.join(problems)}"
 
 

@@ -229,9 +229,9 @@ def time_layer(point: Point, times: int, around: Around = nullcontext) -> dict[s
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     x, routing, experts = make_layer(rank, ranks, point.tokens)
-    plan = Plan(point.pipeline, point.exchange)
+    plan, topology = Plan(point.pipeline, point.exchange), Topology.split(ranks, point.nodes)
     taken: dict[str, list[float]] = {stage: [] for stage in STAGES}
-    with around(), Runtime(topology=Topology.split(ranks, point.nodes), max_tokens=point.tokens) as rt:
+    with around(), Runtime(topology=topology, max_tokens=point.tokens, backend="cpu") as rt:
         for _ in range(1 + times):
             before = rt.stats()
             rt.moe(x, routing, experts, plan=plan)
@@ -261,7 +261,7 @@ def time_alone() -> dict[str, Any]:
     for recipe in (FP32, BF16, FP8):
         x, routing, experts = make_layer(0, 1, 1024, recipe)
         one = Routing(torch.zeros_like(routing.topk_idx[:, :1]), routing.topk_weights[:, :1])
-        with Runtime("self") as rt:
+        with Runtime("self", backend="cpu") as rt:
             taken = []
             for _ in range(6):
                 before = rt.stats().get("experts", StageStats())
@@ -285,7 +285,7 @@ def _one_row_each(width: int) -> tuple[float, int]:
     experts = Experts(torch.randn(EXPERTS_PER_RANK, 2 * width, HIDDEN), torch.randn(EXPERTS_PER_RANK, HIDDEN, width))
     routing = Routing(torch.arange(EXPERTS_PER_RANK).unsqueeze(1), torch.ones(EXPERTS_PER_RANK, 1))
     x = torch.randn(EXPERTS_PER_RANK, HIDDEN)
-    with Runtime("self") as rt:
+    with Runtime("self", backend="cpu") as rt:
         seconds = _median_seconds(lambda: rt.moe(x, routing, experts))
     return seconds, experts.gate_up.nbytes + experts.down.nbytes
 
@@ -293,7 +293,7 @@ def _one_row_each(width: int) -> tuple[float, int]:
 def time_rounds(nodes: int, around: Around = nullcontext) -> float:
     """On a rank: seconds of one round in which all ranks show each other a record."""
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    with around(), Runtime(topology=Topology.split(ranks, nodes)) as rt:
+    with around(), Runtime(topology=Topology.split(ranks, nodes), backend="cpu") as rt:
         return _median_seconds(lambda: rt.backend.gather("round", {}), 20)
 
 

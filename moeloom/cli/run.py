@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moeloom.cli.check import Verdict, judge
 from moeloom.cli.drawings import TRACE_ENDINGS, check_file, predicted_events
-from moeloom.cli.timing import meter_of, settle
+from moeloom.cli.timing import meter_of
 from moeloom.cli.weights import local_experts, one_expert, random_for, read_shape
 from moeloom.config import RECIPES, Recipe
 from moeloom.meter import StageStats
@@ -84,6 +84,8 @@ class Settings:
             self._check_gpus()
         if not self.timeout > 0:
             raise ValueError(f"--timeout is {self.timeout:g}; it must be positive seconds")
+        if self.layer and not self.checkpoint:
+            raise ValueError(f"--layer is {self.layer}, which is of a checkpoint; name its folder by --checkpoint")
         if self.checkpoint:
             read_shape(self.checkpoint)  # raises
         else:
@@ -224,15 +226,15 @@ def run_rank(settings: Settings) -> Iterator[Step | Report]:
             yield Step("step", step, settings.steps + 1)
             before = runtime.stats()
             with runtime.tracing() if settings.trace and step == settings.steps else nullcontext(traced) as traced:
-                settle(meter)
+                meter.settle()
                 start = time.perf_counter()
                 y = runtime.moe(x, routing, experts, recipe=settings.recipe, plan=plan)
-                settle(meter)
+                meter.settle()
                 forwards.append(time.perf_counter() - start)
                 if settings.backward:
                     x.grad = None
                     y.backward(d_y)
-                    settle(meter)
+                    meter.settle()
             stages.append({name: now - before.get(name, StageStats()) for name, now in runtime.stats().items()})
         verdicts: dict[str, Verdict] = {}
         if settings.check:

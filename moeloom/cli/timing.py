@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -83,7 +82,7 @@ class DeviceClock:
         """See `Clock.time`. The cache in question is the GPU's second-level one."""
         if not cold:
             run()
-        settle(meter)
+        meter.settle()
         meet()
         torch.cuda._sleep(int(self._rest * CYCLES_PER_SECOND))
         if cold:
@@ -96,82 +95,75 @@ class DeviceClock:
         run()
         host, queued = time.perf_counter() - start, not begin.query()
         end.record()
-        settle(meter)
+        meter.settle()
         wanted = 1.5 * host + SHORTEST_REST if queued else 2 * self._rest
         self._rest = min(max(self._rest, wanted), LONGEST_REST)
         return Sample(begin.elapsed_time(end) * 1e-3, spent(meter, before), host, queued)
 
     def alone(self, run: Callable[[], object], cold: bool, meter: Meter) -> Sample:
         """See `Clock.alone`. An event between kernels keeps the next one from starting early."""
-        assert isinstance(meter, DeviceMeter)
-        meter.looks = False
+        assert isinstance(meter.watch, DeviceWatch)
+        meter.watch.looks = False
         try:
             return replace(self.time(run, cold, meter), stages={})
         finally:
-            meter.looks = True
+            meter.watch.looks = True
 
 
-class DeviceMeter(Meter):
-    """Stages timed by events on the stream; `settle` then puts them into the totals, and into what is traced.
+class DeviceWatch:
+    """Times stages by events on the stream; `settle` then puts them into the totals, and into what is traced.
 
     looks: whether it does; if not, the totals are of the host's clock.
     """
 
     looks = True
 
-    def __init__(self, meter: Meter, rank: int, device: torch.device) -> None:
-        super().__init__(meter._traffic, rank)
-        self._device = device
+    def __init__(self, meter: Meter, device: torch.device) -> None:
+        self._meter, self._device = meter, device
         torch.cuda.synchronize(device)
         self._begin()
 
-    @contextmanager
-    def stage(self, name: str, chunk: int = 0) -> Iterator[None]:
-        """See `Meter.stage`. What a graph captures takes no time of its own."""
-        stream = torch.cuda.current_stream(self._device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        looks = self.looks and not torch.cuda.is_current_stream_capturing()
-        before = self.stages.get(name, StageStats()).seconds
-        if looks:
-            begin.record(stream)
-        with super().stage(name, chunk):
-            yield
-        if looks:
-            end.record(stream)
-            self._open.append((name, chunk, self.stages[name].seconds - before, begin, end))
+    def begin(self) -> torch.cuda.Event | None:
+        """See `Watch.begin`. What a graph captures takes no time of its own."""
+        if not self.looks or torch.cuda.is_current_stream_capturing():
+            return None
+        return self._record()
+
+    def end(self, begun: torch.cuda.Event | None, name: str, chunk: int, seconds: float) -> None:
+        """See `Watch.end`."""
+        if begun is not None:
+            self._open.append((name, chunk, seconds, begun, self._record()))
 
     def settle(self) -> None:
         """Wait for the GPU; from then on totals and trace are of its time. The next stages begin after this."""
         torch.cuda.synchronize(self._device)
-        taken = {}
+        taken, stages, events = {}, self._meter.stages, self._meter.events or []
         for name, chunk, host, begin, end in self._open:
-            total, seconds = self.stages[name], begin.elapsed_time(end) * 1e-3
-            self.stages[name] = replace(total, seconds=total.seconds + seconds - host)
+            seconds = begin.elapsed_time(end) * 1e-3
+            stages[name] = replace(stages[name], seconds=stages[name].seconds + seconds - host)
             start = self._zero_host + self._zero.elapsed_time(begin) * 1e-3
             taken[name, chunk] = (start, start + seconds)
-        for place, event in enumerate(self.events or ()):
-            begin_end = taken.get((event.kind, event.chunk))
-            if self.events is not None and begin_end:
-                self.events[place] = replace(event, begin=begin_end[0], end=begin_end[1])
+        for place, event in enumerate(events):
+            if begin_end := taken.get((event.kind, event.chunk)):
+                events[place] = replace(event, begin=begin_end[0], end=begin_end[1])
         self._begin()
 
     def _begin(self) -> None:
         self._open: list[tuple[str, int, float, torch.cuda.Event, torch.cuda.Event]] = []
-        self._zero, self._zero_host = torch.cuda.Event(enable_timing=True), time.perf_counter()
-        self._zero.record(torch.cuda.current_stream(self._device))
+        self._zero_host, self._zero = time.perf_counter(), self._record()
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 def meter_of(runtime: Runtime) -> Meter:
-    """What counts the Runtime's stages. On a GPU it is exchanged for one that times them there; call it first."""
-    if runtime.backend.device.type != "cpu":
-        runtime._meter = DeviceMeter(runtime._meter, runtime.rank, runtime.backend.device)
-    return runtime._meter
-
-
-def settle(meter: Meter) -> None:
-    """Wait until what was launched is done, and counted."""
-    if isinstance(meter, DeviceMeter):
-        meter.settle()
+    """What counts the Runtime's stages; on a GPU it times them there from now on."""
+    meter, device = runtime.meter, runtime.backend.device
+    if device.type != "cpu" and meter.watch is None:
+        meter.watch = DeviceWatch(meter, device)
+    return meter
 
 
 def spent(meter: Meter, before: dict[str, StageStats]) -> dict[str, float]:

@@ -10,10 +10,11 @@ import torch
 from typer.testing import CliRunner, Result
 
 from moeloom.backends.base import Traffic
-from moeloom.cli.app import app, execute
+from moeloom.cli.app import app
 from moeloom.cli.bench_report import read_lines
+from moeloom.cli.execute import execute
 from moeloom.cli.run import Settings
-from moeloom.cli.timing import DeviceClock, DeviceMeter
+from moeloom.cli.timing import DeviceClock, DeviceWatch
 from moeloom.meter import Meter
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +68,19 @@ def test_decode_is_measured_eager_and_replayed(recipe: str, tmp_path: Path) -> N
     assert result.exit_code == 1 and "times as long" in result.output
 
 
+def test_stages_by_themselves(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.jsonl"
+    options = ("--tokens", "300", "--max-tokens", "512", "--pipeline", "split", "--steps", "3", "--no-peers")
+    result = invoke("bench", *options, "--recipe", "fp8", "--stages", "--json", str(kept))
+    assert result.exit_code == 0, result.output
+    times = {line["stage"]: line["us"] for line in read_lines("--against", str(kept)) if line["cache"] == "cold"}
+    assert set(times) == {
+        "layer", "quantise", "dispatch", "experts", "combine", "dispatch, alone", "experts, alone", "combine, alone"
+    }  # fmt: skip
+    assert all(0 < us < 20_000 for us in times.values()), times
+    assert "Runtimes were made for 512 tokens per rank." in result.output
+
+
 def test_training_is_measured(tmp_path: Path) -> None:
     kept = tmp_path / "kept.jsonl"
     result = invoke("bench", "--tokens", "512", "--train", "--pipeline", "split", "--steps", "3", "--json", str(kept))
@@ -81,7 +95,8 @@ def test_training_is_measured(tmp_path: Path) -> None:
 def test_clock_is_of_the_gpu() -> None:
     """A kernel that rests for about a millisecond takes that long, and its stage as long, and the host much less."""
     device = torch.device("cuda", torch.cuda.current_device())
-    meter = DeviceMeter(Meter(Traffic(), 0), 0, device)
+    meter = Meter(Traffic(), 0)
+    meter.watch = DeviceWatch(meter, device)
     clock = DeviceClock(device, together=lambda: None)
 
     def run() -> None:

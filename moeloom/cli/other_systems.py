@@ -17,7 +17,7 @@ from moeloom.cli.run import Settings
 from moeloom.experts import Experts
 from moeloom.types import Routing
 
-ADAPTERS = Path(moeloom.__file__).parents[1] / "benchmarks" / "peers.py"
+ADAPTERS = Path(moeloom.__file__).parents[1] / "benchmarks" / "adapters.py"
 
 
 class Peer(Protocol):
@@ -41,7 +41,7 @@ class Adapter(Protocol):
         """What to time for these tokens, checked: y is what the layer makes of them."""
 
 
-class Peers:
+class OtherSystems:
     """Those that work here, on all ranks."""
 
     def __init__(self, adapters: Sequence[Adapter]) -> None:
@@ -64,13 +64,13 @@ class Peers:
         return found, notes
 
 
-def find(settings: Settings, experts: Experts) -> tuple[Peers | None, list[str]]:
+def find(settings: Settings, experts: Experts) -> tuple[OtherSystems | None, list[str]]:
     """Collective. The peers, None if there are none; and a line for each."""
     if settings.device == "cpu":
         return None, []
     if not ADAPTERS.is_file():
         return None, ["peers: not measured; their adapters are in the source, not in the package"]
-    spec = importlib.util.spec_from_file_location("moeloom_peers", ADAPTERS)
+    spec = importlib.util.spec_from_file_location("moeloom_adapters", ADAPTERS)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -93,7 +93,7 @@ def find(settings: Settings, experts: Experts) -> tuple[Peers | None, list[str]]
             notes.append(f"{name}: {adapter.remark}")
         else:
             notes.append(f"{name}: not measured: {why or 'another rank cannot'}")
-    return Peers(found) if found else None, notes
+    return OtherSystems(found) if found else None, notes
 
 
 def _said(error: Exception) -> str:
