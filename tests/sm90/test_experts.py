@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moeloom import Experts, SwiGLU, jit
 from moeloom.backends.sm90 import experts as sm90
-from moeloom.backends.sm90.experts import Scratch, experts, prepare
+from moeloom.backends.sm90.experts import Scratch, experts
 from moeloom.config import BF16, FP8, FP32, Recipe
 from moeloom.errors import CapabilityError
 from moeloom.quantize import dequantize, dequantize_blocks, num_groups, quantize, record_bytes, unpack_records
@@ -305,21 +305,6 @@ class TestBits:
             assert torch.equal(out[second.valid], second.run()[second.valid])
 
 
-@gpu
-class TestPrepare:
-    @pytest.mark.parametrize("order", ["gate_first", "interleaved"])
-    def test_is_what_the_cpu_makes(self, order) -> None:
-        weights = random_experts(2, 272, 208, BF16, gate_up_order=order)
-        on_cpu = replace(weights, gate_up=weights.gate_up.cpu(), down=weights.down.cpu()).quantized()
-        prepared = prepare(weights)
-        for ours, theirs in zip(
-            (prepared.gate_up, prepared.down, *prepared.scales),
-            (on_cpu.gate_up, on_cpu.down, *on_cpu.scales),
-            strict=True,
-        ):
-            assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
-
-
 class TestRefusals:
     """On the CPU: nothing is launched for what is wrong."""
 
@@ -341,7 +326,7 @@ class TestRefusals:
             self.call(gate_up=torch.zeros(2, 32, 64).bfloat16().mT)
 
     def test_wrong_arguments(self) -> None:
-        with pytest.raises(ValueError, match=r"`prepare` makes them"):
+        with pytest.raises(ValueError, match="`Experts.quantized` makes them"):
             self.call(recipe=FP8)
         with pytest.raises(ValueError, match=r"rows are torch.float32 \[4, 32\]"):
             self.call(rows=torch.zeros(4, 32))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeloom import BF16, Placement, RankPool, Routing, Runtime
+from moeloom import BF16, Placement, Plan, RankPool, Routing, Runtime
 from moeloom.backends.base import Handle
 from moeloom.errors import CapabilityError, CapacityError, MoeloomError, PeerTimeout
 from moeloom.types import Received
-from tests.sm90.test_layer import HIDDEN, TOPK, every_expert, held, inputs, normal, placement_of
+from tests.sm90.test_layer import HIDDEN, MOST, TOPK, every_expert, held, inputs, normal, placement_of
 from tests.support.compare import equal_bits
 from tests.support.pool import Ranks, group_of
 
@@ -126,6 +126,56 @@ def different_calls(layer: Layer) -> list[str]:
     )
 
 
+def too_many_slots(layer: Layer) -> list[str]:
+    """More than the kernels can do is refused before anything is launched."""
+    many = Routing(torch.zeros(len(layer.x), 33, dtype=torch.int32, device="cuda"), torch.ones(len(layer.x), 33).cuda())
+    call = lambda: layer.rt.dispatch(layer.x, many, layer.placement, plan=Plan("split"))  # noqa: E731
+    return raises(call, ValueError, "num_topk is 33; allowed: 1..32")
+
+
+def changed_ids(layer: Layer) -> list[str]:
+    """They are the caller's, and combine reads them: a change on one rank is an error on all."""
+    ids = layer.routing.topk_idx.clone()
+    received, handle = layer.rt.dispatch(layer.x, Routing(ids, layer.routing.topk_weights), layer.placement)
+    if layer.rt.rank == 1:
+        ids.fill_(0)
+    return raises(
+        lambda: layer.rt.combine(received.rows, handle, weighted=True), ValueError, "rank 1", "changed in place"
+    )
+
+
+def strided_rows(layer: Layer) -> list[str]:
+    """Parts of wider rows, permuted rows, and rows as order "rank" brings them."""
+    wrong = []
+    for order, weighted in (("expert", True), ("rank", False)):
+        received, handle = layer.dispatch(order=order)
+        wanted = layer.rt.combine(received.rows.clone(), handle, weighted=weighted)
+        wide = torch.full((len(received.rows), HIDDEN + 24), float("nan"), dtype=torch.bfloat16, device="cuda")
+        wide[:, 8 : 8 + HIDDEN] = received.rows
+        turned = received.rows.t().contiguous().t()
+        for name, rows in (("wider", wide[:, 8 : 8 + HIDDEN]), ("turned", turned), ("given", received.rows)):
+            if not equal_bits(layer.rt.combine(rows, handle, weighted=weighted), wanted):
+                wrong.append(f"order {order}, {name} rows give other bits")
+    return wrong
+
+
+def two_streams(layer: Layer) -> list[str]:
+    """Dispatch on one stream, combine on another that is late, and memory of the handle given away before."""
+    received, handle = layer.dispatch()
+    wanted = layer.rt.combine(received.rows, handle, weighted=True)
+    received, handle = layer.dispatch()
+    rows, stream = received.rows.clone(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        found = layer.rt.combine(rows, handle, weighted=True)
+    sizes = [tensor.numel() for tensor in vars(handle.paths.arrived).values()]
+    del handle, received
+    junk = [torch.full((size,), -77, dtype=torch.int32, device="cuda") for size in sizes * 3]
+    torch.cuda.synchronize()
+    return [] if equal_bits(found, wanted) and len(junk) else ["combine on another stream gives other bits"]
+
+
 def late(layer: Layer) -> list[str]:
     if layer.rt.rank == 1:
         time.sleep(3)
@@ -143,12 +193,47 @@ def other_stream(layer: Layer) -> list[str]:
     return [] if equal_bits(found, wanted) else ["another stream gives other bits"]
 
 
-CASES = [wrong_argument, wrong_id, too_many_rows, failing_experts, different_calls, late, other_stream]
+CASES = [
+    wrong_argument, wrong_id, too_many_rows, too_many_slots, failing_experts, different_calls, changed_ids,
+    strided_rows, late, other_stream, two_streams,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_case(gpus: Ranks, case: Any) -> None:
     wrong = [line for lines in gpus.run(on_ranks, case) for line in lines]
+    assert not wrong, "\n".join(wrong)
+
+
+def replay_after_growth() -> list[str]:
+    """A graph goes on in the memory it was captured with, and is exact beside calls in the new one."""
+    group = group_of(tuple(range(RANKS)))
+    if group is None:
+        return []
+    with Runtime(group, backend="sm90", max_tokens=MOST, timeout=20) as rt, torch.no_grad():
+        layer, wrong = Layer(rt), []
+
+        def decode() -> Tensor:
+            return rt.moe(layer.x, layer.routing, layer.experts, plan=Plan("decode"))
+
+        wanted = decode().clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = decode()
+        before = rt.symmetric_bytes()
+        rt.dispatch(torch.cat([layer.x, layer.x], 1), layer.routing, layer.placement)
+        if rt.symmetric_bytes() < 2 * before:
+            wrong.append(f"{before} bytes of symmetric memory, later {rt.symmetric_bytes()}")
+        for step in range(5):
+            y.fill_(float("nan"))
+            graph.replay()
+            if not equal_bits(y, wanted) or not equal_bits(decode(), wanted):
+                wrong.append(f"step {step}: other bits")
+        return [f"rank {rt.rank}: {line}" for line in wrong]
+
+
+def test_replay_after_growth(gpus: Ranks) -> None:
+    wrong = [line for lines in gpus.run(replay_after_growth) for line in lines]
     assert not wrong, "\n".join(wrong)
 
 

@@ -30,6 +30,18 @@ FITS = {
 }
 
 
+# 8192 tokens of each of 8 ranks
+DEEPSEEK = {
+    "num_ranks": 8,
+    "max_tokens": 8192,
+    "num_topk": 8,
+    "num_experts": 256,
+    "num_local": 32,
+    "row_bytes": 7392,
+    "sum_bytes": 14784,
+}
+
+
 @needs_nvrtc
 class TestStructs:
     """Every declared kernel proves sizes, offsets and constants when it is compiled; here, that the proof can fail."""
@@ -74,6 +86,7 @@ def compile_proof(structs, numbers) -> None:
         {"num_ranks": 1, "num_experts": 4, "num_topk": 1, "max_tokens": 1, "row_bytes": 16, "sum_bytes": 16},
         {"num_topk": 7, "max_tokens": 33, "row_bytes": 7392},
         {"num_topk": 7, "max_tokens": 333, "slots_travel": True},
+        {**DEEPSEEK, "slots_travel": True},
     ],
 )
 def test_regions_do_not_meet(change: dict) -> None:
@@ -106,6 +119,27 @@ def test_regions_do_not_meet(change: dict) -> None:
     spans = [*sorted(spans + slots), (sizes.num_bytes, 0)]
     assert all(begin % 128 == 0 for begin, _ in spans)
     assert all(begin + size <= following for (begin, size), (following, _) in pairwise(spans))
+
+
+def test_sizes_beyond_32_bits() -> None:
+    """In closed form: lines of 256 bytes are the only difference."""
+    sizes = Sizes(**DEEPSEEK, slots_travel=True)
+    one_bank = 8 * 8192 * (7392 + 14784 + 8 * 16 + 4) + 8192 * 8 * 14784
+    assert 0 < sizes.num_bytes - 2 * one_bank < 2 * 8 * (64 * 6 * 16 + 8 * 256)
+    assert sizes.num_bytes > 1 << 32 and sizes.combine_space.slots + sizes.combine_space.bank_bytes > 1 << 31
+
+
+def test_an_exchange_within_larger_memory() -> None:
+    """Regions keep their places, whatever is used of them; more than there is is refused."""
+    memory = Sizes(**DEEPSEEK)
+    part = Sizes(**{**DEEPSEEK, "max_tokens": 5, "num_topk": 3, "num_local": 16, "num_experts": 100}, within=memory)
+    for name in ("dispatch_space", "combine_space"):
+        assert bytes(getattr(part, name)) == bytes(getattr(memory, name))
+    assert part.num_bytes == memory.num_bytes and part.pairs == 15
+    for name, value in (("max_tokens", 8194), ("num_topk", 9), ("num_local", 33), ("row_bytes", 7408),
+                        ("sum_bytes", 14800), ("slots_travel", True), ("num_ranks", 7)):  # fmt: skip
+        with pytest.raises(ValueError, match="allowed: at most those of the memory"):
+            Sizes(**{**DEEPSEEK, "num_experts": 100, name: value}, within=memory)
 
 
 @pytest.mark.parametrize("topk", range(1, 33))
@@ -163,6 +197,7 @@ X, IDS, WEIGHTS = torch.zeros(5, 64, dtype=torch.bfloat16), torch.zeros(5, 4, dt
         (Tokens(X[:, :32], IDS, WEIGHTS), "x is .*; allowed: contiguous rows of 128 bytes"),
         (Tokens(torch.zeros(33, 64).bfloat16(), IDS, WEIGHTS), r"tokens of x is 33; allowed: 0\.\.32"),
         (Tokens(torch.zeros(5, 65).bfloat16()[:, 1:], IDS, WEIGHTS), "x has rows 130 bytes apart"),
+        (Tokens(torch.zeros(1, 65).bfloat16()[:, 1:], IDS[:1], WEIGHTS[:1]), "x has rows 130 bytes apart, at 0x.*2;"),
         (Tokens(X, IDS.short(), WEIGHTS), "topk_idx has dtype torch.int16"),
         (Tokens(X, IDS[:, :3], WEIGHTS), "topk_idx is "),
         (Tokens(X, IDS, WEIGHTS.double()), "topk_weights has dtype torch.float64"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +19,11 @@ from moeloom.backends.control import Control
 from moeloom.backends.peers import Peers
 from moeloom.backends.sm90 import combine, dispatch, exchange, experts, experts_backward, grouped, quantize, route
 from moeloom.backends.sm90.homes import Homes, Served
+from moeloom.backends.sm90.launch import in_vectors
 from moeloom.backends.sm90.member import Member
 from moeloom.backends.sm90.memory import SymmetricMemory, check_peers, write_word
 from moeloom.backends.sm90.news import News
-from moeloom.backends.sm90.spaces import LIMITS, VECTOR_BYTES, Sizes
+from moeloom.backends.sm90.spaces import LIMITS, MAX_ROW_BYTES, VECTOR_BYTES, Sizes
 from moeloom.config import Recipe
 from moeloom.errors import CapabilityError, CapacityError
 from moeloom.experts import Experts
@@ -30,6 +32,7 @@ from moeloom.quantize import pack_records, record_bytes
 from moeloom.topology import Topology
 from moeloom.types import ExchangeName, Quantized, Received, Routing
 
+log = logging.getLogger("moeloom")
 STOP_BYTES = 256  # behind what kernels use; its first word is `State.stop`
 STOPPED = 0xFFFFFFFF  # from the first epoch on
 MAX_CAPTURED = 4096  # calls whose tickets need not be made anew
@@ -67,21 +70,26 @@ class Sm90Backend:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.topology, self.max_tokens = peers.rank, topology, max_tokens
         self.traffic = Traffic()
+        self._base: Member | None = None
+        self._members: dict[tuple, Member] = {}
+        self._served: dict[Placement, Served] = {}
+        self._in_graphs: dict[int, tuple[Homes, Member]] = {}  # their addresses are in graphs, for good
+        self._base_is_in_graphs = False
+        self._stream: torch.cuda.Stream | None = None
+        self._stops: list[int] = []  # addresses, of all other ranks
+        self._captured = 0
         self.control = Control(peers, topology.local_ranks(self.rank))
         if topology.num_ranks > 1:
             self.control.attach()
             check_peers(self.control, self.device)
-        # compiled once per user; loaded now, since loading behind a kernel that waits for peers waits for it
-        for binary in jit.prewarm(declared.source for declared in _USED):
-            jit.load(binary, self.device)
-        self.memory = SymmetricMemory(self.control, self.device)
-        self.news = News(self.control)
-        self._base: Member | None = None
-        self._members: dict[tuple, Member] = {}
-        self._served: dict[Placement, Served] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._stops: list[int] = []
-        self._slab, self._captured = torch.zeros(MAX_CAPTURED, 2, dtype=torch.int32, device=self.device), 0
+        with self.operation("construction"):  # all hear of it if one cannot
+            # compiled once per user; loaded now, since loading behind a kernel that waits for peers waits for it
+            for binary in jit.prewarm(declared.source for declared in _USED):
+                jit.load(binary, self.device)
+            self.memory = SymmetricMemory(self.control, self.device)
+            self.news = News(self.control)
+            self._slab = torch.zeros(MAX_CAPTURED, 2, dtype=torch.int32, device=self.device)
+            self.control.agree({})
 
     # ---- the stages
 
@@ -98,13 +106,15 @@ class Sm90Backend:
     def experts(self, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
         """See `Backend.experts`."""
         if recipe.dtype == torch.float32:
+            if self.capturing:
+                raise CapabilityError("recipe fp32 reads counts on the host, which a graph cannot; use bf16 or fp8")
             return plain_experts.experts(received, weights, recipe)
         with torch.cuda.device(self.device):
             if recipe.quantized and weights.scales is None:
-                weights = experts.prepare(weights)
+                weights = quantize.quantize_experts(weights)
             rows = received.rows.reshape(-1, received.rows.shape[-1])
             if received.scales is not None:
-                rows = _records(rows, received.scales.reshape(len(rows), -1))
+                rows = _records(rows, received.scales.reshape(-1, received.scales.shape[-1]))
             out = experts.experts(
                 rows,
                 received.expert_start.int(),
@@ -150,8 +160,12 @@ class Sm90Backend:
 
     def records(self, x: Tensor) -> Tensor:
         """See `Backend.records`."""
-        with torch.cuda.device(self.device):
-            return quantize.quantize_rows(x)
+        try:
+            with torch.cuda.device(self.device):
+                return quantize.quantize_rows(in_vectors(x))
+        except Exception as error:
+            self.refuse("dispatch", error)  # the other ranks are on their way there
+            raise
 
     def _tickets(self) -> Tensor | None:
         """Of a captured call, for good: a graph then has no kernel that makes them zero."""
@@ -175,11 +189,16 @@ class Sm90Backend:
 
     def _stop_peers(self) -> None:
         """End every wait of the other ranks' kernels, for good. Beside a stream that may itself be waiting."""
-        stream = torch.cuda.Stream(self.device)
-        for rank, stop in enumerate(self._stops):
-            if rank != self.rank:
-                write_word(stop, STOPPED, stream.cuda_stream)
-        stream.synchronize()
+        if not self._stops:
+            return
+        try:
+            with torch.cuda.device(self.device):
+                stream = torch.cuda.Stream(self.device)
+                for stop in self._stops:
+                    write_word(stop, STOPPED, stream.cuda_stream)
+                stream.synchronize()
+        except Exception as failed:  # what went wrong before is what the caller raises
+            log.warning("rank %d: kernels of other ranks wait until their deadline: %s", self.rank, failed)
 
     @property
     def capturing(self) -> bool:
@@ -194,21 +213,24 @@ class Sm90Backend:
         return self.control.agree(same, own, self.news.take())
 
     @contextmanager
-    def in_order(self) -> Iterator[None]:
-        """Launches that wait for other ranks follow each other, on whatever streams."""
+    def in_order(self) -> Iterator[torch.cuda.Stream]:
+        """Launches that wait for other ranks follow each other, on whatever streams. Gives the current one."""
         stream = torch.cuda.current_stream(self.device)
         if self._stream is not None and self._stream != stream and not self.capturing:
             stream.wait_stream(self._stream)
-        yield
+        yield stream
         if not self.capturing:
             self._stream = stream
 
     def served(self, placement: Placement) -> Served:
         """The placement on this device."""
-        if placement not in self._served:
+        served = self._served.get(placement)
+        if served is None:
+            if self.capturing:
+                raise CapabilityError("placement is new, and a graph cannot capture its copy; run once before capture")
             _make_room(self._served)
-            self._served[placement] = Served(placement, self.rank, self.device)
-        return self._served[placement]
+            served = self._served[placement] = Served(placement, self.rank, self.device)
+        return served
 
     def member(
         self,
@@ -243,11 +265,18 @@ class Sm90Backend:
                 expert_slot=homes.expert_slot,
                 problems=self.news.strict if strict else self.news.lenient,
             )
-        return self._members[key]
+        member = self._members[key]
+        if self.capturing:
+            self._in_graphs[id(member)], self._base_is_in_graphs = (homes, member), True
+        return member
 
     def _reserve(self, shape: dict[str, Any]) -> None:
-        """Let the symmetric memory have room for this, beside what it had room for before; for what follows too."""
-        need = {**shape, "sum_bytes": max(shape["sum_bytes"], 2 * shape["row_bytes"])}
+        """Let the symmetric memory have room for this, beside what it had room for before; for what follows too.
+
+        What graphs have been captured with stays beside it: they go on exchanging through that.
+        """
+        likely = min(2 * shape["row_bytes"], MAX_ROW_BYTES)  # fp8 rows come back as bf16, bf16 gradients as fp32
+        need = {**shape, "sum_bytes": max(shape["sum_bytes"], likely)}
         if self._base is not None:
             have = {name: getattr(self._base.sizes, name) for name in need}
             if all(have[name] >= shape[name] for name in shape):
@@ -262,8 +291,12 @@ class Sm90Backend:
         sizes = Sizes(num_ranks=num_ranks, num_experts=placement.num_experts, **need)
         self._members.clear()
         self._base = None
-        addresses = self.memory.make(sizes.num_bytes + STOP_BYTES)
-        self._stops = [address + sizes.num_bytes for address in addresses]
+        if not self._base_is_in_graphs:
+            self._stops = []
+        addresses = self.memory.make(sizes.num_bytes + STOP_BYTES, keep=self._base_is_in_graphs)
+        stops = [address + sizes.num_bytes for address in addresses]
+        self._stops += stops[: self.rank] + stops[self.rank + 1 :]
+        self._base_is_in_graphs = False
         self._base = Member.make(
             sizes,
             placement,
@@ -272,7 +305,7 @@ class Sm90Backend:
             self.control.peers.timeout,
             self.device,
             self.news.failures,
-            self._stops[self.rank],
+            stops[self.rank],
         )
 
     # ---- for the Runtime
@@ -296,9 +329,12 @@ class Sm90Backend:
         self._members.clear()
         self._served.clear()
         self._stops = []
-        self.memory.close()
-        self._base = self._stream = None
-        self.control.detach()
+        try:
+            self.memory.close()
+        finally:
+            self._in_graphs.clear()
+            self._base = self._stream = None
+            self.control.detach()
 
 
 def _records(values: Tensor, scales: Tensor) -> Tensor:

@@ -116,8 +116,8 @@ def check_tokens(sizes: Sizes, tokens: Tokens) -> None:
     if x.dim() != 2 or x.shape[1] * x.element_size() != sizes.row_bytes or (len(x) and x.stride(1) != 1):
         raise ValueError(f"x is {list(x.shape)} {x.dtype}; allowed: contiguous rows of {sizes.row_bytes} bytes")
     stride = x.stride(0) * x.element_size()
-    if len(x) > 1 and (x.data_ptr() % VECTOR_BYTES or stride % VECTOR_BYTES):
-        raise ValueError(f"x has rows {stride} bytes apart; allowed: multiples of {VECTOR_BYTES}, aligned")
+    if len(x) and (x.data_ptr() % VECTOR_BYTES or (len(x) > 1 and stride % VECTOR_BYTES)):
+        raise ValueError(f"x has rows {stride} bytes apart, at {x.data_ptr():#x}; allowed: multiples of {VECTOR_BYTES}")
     check_ids(sizes, ids)
     if weights.dtype != torch.float32:
         raise ValueError(f"topk_weights has dtype {weights.dtype}; allowed: torch.float32")

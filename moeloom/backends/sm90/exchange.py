@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -12,12 +13,13 @@ from torch.nn import functional
 
 from moeloom.backends.base import Handle, RowOrder
 from moeloom.backends.sm90.combine import combine as launch_combine
-from moeloom.backends.sm90.dispatch import Arrived, Tokens
+from moeloom.backends.sm90.dispatch import MAX_ALIGNMENT, MAX_CAPACITY, Arrived, Tokens
 from moeloom.backends.sm90.dispatch import dispatch as launch_dispatch
 from moeloom.backends.sm90.homes import Homes, Ranks
-from moeloom.backends.sm90.spaces import VECTOR_BYTES
+from moeloom.backends.sm90.launch import in_vectors
+from moeloom.backends.sm90.spaces import MAX_ROW_BYTES, VECTOR_BYTES, Sizes, between, most_tokens
 from moeloom.config import Recipe
-from moeloom.errors import CapabilityError
+from moeloom.errors import CapabilityError, CapacityError
 from moeloom.layout import Layout
 from moeloom.placement import Placement
 from moeloom.regions import next_step
@@ -34,7 +36,8 @@ class Paths:
     """What a handle keeps of a dispatch on this backend.
 
     homes: of `ids [T, K]`, which the kernels got. served: ids of the slots that serve, the same but for order "rank".
-    order: of the launch, with a capacity. max_tokens: of any rank. arrived: without rows.
+    order: of the launch, with a capacity. max_tokens: of any rank. arrived: without rows. stream: on which all of these
+    were made. version: of ids, which may be the caller's.
     """
 
     homes: Homes
@@ -43,6 +46,14 @@ class Paths:
     order: RowOrder
     max_tokens: int
     arrived: Arrived
+    stream: torch.cuda.Stream
+    version: int | None
+
+    def keep_for(self, stream: torch.cuda.Stream) -> None:
+        """Another stream reads them: torch must not give their memory away before it has. Callers cannot say so."""
+        if stream != self.stream:
+            for tensor in (self.ids, self.served, *vars(self.arrived).values()):
+                tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,13 +92,16 @@ def dispatch(
         if placement.num_identity:
             raise CapabilityError("placement has identity experts; the sm90 backend has none yet, the cpu backend does")
         if isinstance(routing, Handle):
+            _check_ids_are_as_they_were(routing)
             gpu.agree({**_payload(x), "handle of operation": routing.number})
             arrived = _launch(gpu, x, routing.routing, routing.paths, routing.rows.overflow)
             return _received(gpu, x, arrived, routing), routing
+        _check_limits(gpu, x, routing, placement, rows)
         same = {**_payload(x), "top-k": routing.num_topk, "placement": placement.fingerprint, "exchange": exchange}
-        same["pipeline"] = pipeline
+        same |= {"pipeline": pipeline, "rows by rank": rows.order == "rank"}
+        same["batched without a capacity"] = rows.order == "batched" and rows.capacity is None  # one launch more
         counts = [record["tokens"] for record in gpu.agree(same, {"tokens": len(x)})]
-        max_tokens = gpu.max_tokens or next_step(max(counts, default=0))
+        max_tokens = gpu.max_tokens or _roomy(max(counts), routing.num_topk)
         fixed = pipeline == "decode" or gpu.capturing
         total = max_tokens * gpu.topology.num_ranks if fixed else sum(counts)
         if fixed and rows.exact and rows.capacity is None:
@@ -107,6 +121,55 @@ def dispatch(
             pipeline,
         )  # fmt: skip
         return _received(gpu, x, arrived, handle), handle
+
+
+def _check_limits(gpu: Sm90Backend, x: Tensor, routing: Routing, placement: Placement, rows: RowOrder) -> None:
+    """Raise for what the kernels cannot do while the ranks can still be told: after they have agreed it would be the
+    end of the Runtime.
+    """
+    if gpu.max_tokens is None and gpu.capturing:
+        raise CapacityError("max_tokens is None; a captured call's shapes follow from it, so construct with a number")
+    served = gpu.served(placement)
+    homes: Homes = served
+    row_bytes = _whole_vectors(x.shape[1] * x.element_size())
+    if rows.order == "rank":
+        homes, row_bytes = served.ranks, row_bytes + _whole_vectors(8 * routing.num_topk)
+    numbers = (gpu.max_tokens or max(len(x), 1), routing.num_topk, homes.num_experts, homes.num_local, row_bytes)
+    _fits(gpu.topology.num_ranks, *numbers)
+    between("alignment", rows.alignment, 1, MAX_ALIGNMENT)
+    if rows.capacity is not None:
+        per = homes.num_local if rows.order == "batched" else 1
+        between("rows for capacity", rows.capacity * per, 0, MAX_CAPACITY)
+
+
+@functools.lru_cache(1024)
+def _fits(num_ranks: int, max_tokens: int, num_topk: int, num_experts: int, num_local: int, row_bytes: int) -> None:
+    """Raise ValueError unless there can be symmetric memory for it."""
+    Sizes(num_ranks, max_tokens, num_topk, num_experts, num_local, row_bytes, row_bytes)
+
+
+def _check_ids_are_as_they_were(handle: Handle) -> None:
+    """Raise ValueError if they are the caller's and have changed: kernels would wait for what no rank sends."""
+    paths = handle.paths
+    if paths.version != _version(paths.ids):
+        raise ValueError(
+            f"topk_idx of the handle (of operation #{handle.number}) was changed in place since its dispatch; pass a"
+            " copy to dispatch"
+        )
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Counts changes in place; None where torch does not."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _roomy(num_tokens: int, num_topk: int) -> int:
+    """Room for so many tokens and some more, in steps, but not for more than the kernels can do."""
+    return min(next_step(num_tokens), max(num_tokens, most_tokens(num_topk)))
+
+
+def _whole_vectors(num_bytes: int) -> int:
+    return -(-num_bytes // VECTOR_BYTES) * VECTOR_BYTES
 
 
 def _worst_capacity(rows: RowOrder, num_local: int, num_topk: int, num_tokens: int) -> int:
@@ -151,7 +214,8 @@ def _plan(
         if order.order == "batched":
             order = replace(order, capacity=_fullest(gpu, x, routing, placement, rows, num_tokens, max_tokens))
     nothing = Arrived(*[slots.new_empty(0)] * 7)
-    return Paths(homes, ids, slots, order, max_tokens, nothing)
+    stream = torch.cuda.current_stream(gpu.device)
+    return Paths(homes, ids, slots, order, max_tokens, nothing, stream, _version(ids))
 
 
 def _fullest(
@@ -181,7 +245,8 @@ def _launch(gpu: Sm90Backend, x: Tensor, routing: Routing, paths: Paths, overflo
     tokens = Tokens(rows, paths.ids, routing.topk_weights.contiguous())
     out = Arrived.empty(member.sizes, paths.order, gpu.device)
     gpu.news.given = paths.homes.given
-    with gpu.in_order():
+    with gpu.in_order() as stream:
+        paths.keep_for(stream)
         launch_dispatch([member], [tokens], paths.order, [out])
     return out
 
@@ -224,7 +289,7 @@ def _received_by_rank(gpu: Sm90Backend, x: Tensor, arrived: Arrived, handle: Han
     """A token's ids and weights come behind its row."""
     num_topk, num_rows, served = handle.routing.num_topk, handle.layout.num_rows, handle.paths.homes.served
     row_bytes = x.shape[1] * x.element_size()
-    begin = -(-row_bytes // VECTOR_BYTES) * VECTOR_BYTES
+    begin = _whole_vectors(row_bytes)
     words = arrived.rows[:, begin : begin + 8 * num_topk].contiguous().view(torch.int32)
     ids, weights = words[:, :num_topk], words[:, num_topk:].contiguous().view(torch.float32)
     valid = (arrived.row_pair >= 0).unsqueeze(1) & (ids >= 0) & (ids < served.num_experts)
@@ -259,6 +324,8 @@ def combine(
 ) -> Tensor:
     """See `Backend.combine`."""
     with gpu.operation("combine"):
+        _check_ids_are_as_they_were(handle)
+        between("bytes of a row", rows.shape[1] * rows.element_size(), 1, MAX_ROW_BYTES)
         wanted = {"handle of operation": handle.number, "hidden": rows.shape[1], "dtype": str(rows.dtype)}
         gpu.agree({**wanted, "reduction": recipe.reduction, "weighted": weighted})
         return _sum(gpu, rows, handle, recipe, weighted)
@@ -266,14 +333,15 @@ def combine(
 
 def _sum(gpu: Sm90Backend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
     paths, hidden = handle.paths, rows.shape[1]
-    wide = _as_bytes(rows).view(rows.dtype)
+    wide = _as_bytes(rows.contiguous()).view(rows.dtype)
     sum_bytes = wide.shape[1] * wide.element_size()
     by_slot = recipe.reduction == "per_slot" and gpu.topology.num_ranks > 1
     shape = (paths.ids.shape[1], paths.max_tokens)
     member = gpu.member(paths.homes, *shape, sum_bytes=sum_bytes, slots_travel=by_slot)
     y = wide.new_empty(handle.num_tokens, wide.shape[1])
     tokens = Tokens(rows[:0], paths.ids, handle.routing.topk_weights.contiguous())
-    with gpu.in_order():
+    with gpu.in_order() as stream:
+        paths.keep_for(stream)
         launch_combine(
             [member], [(tokens, paths.arrived)], [wide], weighted=weighted, reduction=recipe.reduction, out=[y]
         )
@@ -289,11 +357,7 @@ def _payload(x: Tensor) -> dict[str, Any]:
 
 def _as_bytes(rows: Tensor) -> Tensor:
     """`[N, bytes]` uint8 as kernels copy rows: whole vectors, aligned. A copy only where they are not."""
-    vectors = VECTOR_BYTES // rows.element_size()
-    missing = -rows.shape[1] % vectors
+    missing = -rows.shape[1] % (VECTOR_BYTES // rows.element_size())
     if missing:
         rows = functional.pad(rows.view(torch.uint8) if rows.dtype.itemsize == 1 else rows, (0, missing))
-    stride = rows.stride(0) * rows.element_size()
-    if rows.stride(1) != 1 or rows.data_ptr() % VECTOR_BYTES or (len(rows) > 1 and stride % VECTOR_BYTES):
-        rows = torch.empty_like(rows, memory_format=torch.contiguous_format).copy_(rows)
-    return rows.view(torch.uint8)
+    return in_vectors(rows).view(torch.uint8)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor
 from moeloom import jit
 from moeloom.activation import SwiGLU
 from moeloom.backends.sm90.experts_parameters import Bias, ExpertsParams, Operands, TensorMap, Tiles
+from moeloom.backends.sm90.launch import launch
 from moeloom.backends.sm90.parameters import proof
 from moeloom.backends.sm90.tensor_map import ALIGNMENT, tensor_map
 from moeloom.config import Recipe
 from moeloom.errors import CapabilityError
 from moeloom.experts import Experts
-from moeloom.quantize import num_groups, quantize_blocks, record_bytes
+from moeloom.quantize import num_groups, record_bytes
 
 THREADS, WEIGH_THREADS = 384, 256
 SHARED_BYTES = 226_304  # of a block
@@ -104,7 +105,7 @@ def experts(
 
     rows: `[R, pitch]` uint8 records of E4M3 values and scales (recipe fp8), or `[R, H]` bf16, by expert. expert_start:
     `[L]` or more int32, each expert's first row; expert_rows: `[L]` int32, its rows; what lies between is neither read
-    for nor written. row_weight: `[R]` fp32, the router's. weights: fp8 with scales (see `prepare`), or bf16. scratch:
+    for nor written. row_weight: `[R]` fp32, the router's. weights: fp8 with scales, or bf16. scratch:
     of `Scratch.make` for as many rows or more; None makes one. Returns `[R, H]` bf16, `out` if given.
 
     A row's bits depend on nothing but the row, its weight and its expert. Raises ValueError for arguments that do not
@@ -115,8 +116,8 @@ def experts(
     check_rows(rows, layout, weights, recipe)
     if out is None:
         out = torch.empty(len(rows), weights.hidden, dtype=torch.bfloat16, device=rows.device)
-    for launch in launches(rows, layout, weights, recipe, scratch or Scratch.make(len(rows), weights, recipe), out):
-        launch()
+    for step in launches(rows, layout, weights, recipe, scratch or Scratch.make(len(rows), weights, recipe), out):
+        step()
     return out
 
 
@@ -141,33 +142,8 @@ def launches(
     up = _up_gate(rows, layout, weights, recipe, scratch)
     down = _down(layout, weights, recipe, scratch, out)
     for phase, params in zip(PHASES, (up, down), strict=True):
-        found.append(functools.partial(_launch, _PRODUCTS[values, phase], rows.device, (bytes(params),)))
+        found.append(functools.partial(launch, _PRODUCTS[values, phase], rows.device, (bytes(params),)))
     return found
-
-
-def prepare(weights: Experts) -> Experts:
-    """Weights as recipe fp8 takes them: E4M3 with a scale for each 128 x 128 block, made of others on their device.
-
-    Not remembered: whoever holds the weights knows when they change.
-    """
-    if weights.scales is not None:
-        return weights
-    slots, groups, hidden_groups = weights.num_local, num_groups(weights.intermediate), num_groups(weights.hidden)
-    gate_up, down = (torch.empty_like(w, dtype=torch.float8_e4m3fn) for w in (weights.gate_up, weights.down))
-    scale = functools.partial(torch.empty, dtype=torch.float32, device=gate_up.device)
-    gate_up_scale, down_scale = scale(slots, 2 * groups, hidden_groups), scale(slots, hidden_groups, groups)
-    for slot in range(slots):
-        interleaved = weights.gate_up_order == "interleaved"
-        halves = [slice(half, None, 2) for half in range(2)]
-        if not interleaved:
-            halves = [slice(half * weights.intermediate, (half + 1) * weights.intermediate) for half in range(2)]
-        for half, where in enumerate(halves):
-            values, scales = quantize_blocks(weights.gate_up[slot, where])
-            gate_up[slot, where] = values
-            gate_up_scale[slot, half * groups : (half + 1) * groups] = scales
-        values, scales = quantize_blocks(weights.down[slot])
-        down[slot], down_scale[slot] = values, scales
-    return replace(weights, gate_up=gate_up, down=down, scales=(gate_up_scale, down_scale))
 
 
 def check(weights: Experts, recipe: Recipe) -> None:
@@ -176,7 +152,7 @@ def check(weights: Experts, recipe: Recipe) -> None:
         raise CapabilityError(f"recipe {recipe.name} on sm90; allowed: bf16, fp8")
     wanted = torch.float8_e4m3fn if recipe.quantized else torch.bfloat16
     if weights.gate_up.dtype != wanted:
-        hint = "; `prepare` makes them" if recipe.quantized else ""
+        hint = "; `Experts.quantized` makes them" if recipe.quantized else ""
         raise ValueError(f"gate_up is {weights.gate_up.dtype}; recipe {recipe.name} takes {wanted} here{hint}")
     if not isinstance(weights.activation, SwiGLU):
         raise CapabilityError(f"activation {weights.activation!r} on sm90; allowed: SwiGLU(...)")
@@ -236,11 +212,8 @@ def _weigh(rows: Tensor, layout: Layout, out: Tensor) -> Callable[[], None]:
     """bf16 rows times their weights."""
     vectors = rows.shape[1] * rows.element_size() // ALIGNMENT
     pitch = rows.stride(0) * rows.element_size() // ALIGNMENT
-    addresses = [
-        tensor.data_ptr() for tensor in (rows, layout.expert_start, layout.expert_rows, layout.row_weight, out)
-    ]
-    args = (*addresses, pitch, vectors, len(layout.expert_rows))
-    return functools.partial(_launch, _WEIGH, rows.device, args, blocks_per_sm=4)
+    args = (rows, layout.expert_start, layout.expert_rows, layout.row_weight, out, pitch, vectors)
+    return functools.partial(launch, _WEIGH, rows.device, (*args, len(layout.expert_rows)))
 
 
 def _up_gate(rows: Tensor, layout: Layout, weights: Experts, recipe: Recipe, scratch: Scratch) -> ExpertsParams:
@@ -346,17 +319,3 @@ def _bias(bias: Tensor | None, begin: tuple[int, int], step: int) -> Bias:
         return Bias()
     is_bf16 = bias.dtype == torch.bfloat16
     return Bias(bias.data_ptr(), bias.stride(0), (ctypes.c_int32 * 2)(*begin), step, is_bf16)
-
-
-def _launch(declared: jit.Declared, device: torch.device, args: tuple, blocks_per_sm: int = 1) -> None:
-    kernel, processors = _kernel(declared, device.index)
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        kernel.launch(stream, processors * blocks_per_sm, declared.threads, declared.shared_bytes, args)
-
-
-@functools.cache
-def _kernel(declared: jit.Declared, device: int) -> tuple[jit.Kernel, int]:
-    """A declaration's kernel on a device, and that device's number of multiprocessors."""
-    (kernel,) = jit.load(jit.compile(declared.source), torch.device("cuda", device)).values()
-    return kernel, torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,7 +15,6 @@ gate, up and d_hidden are rounded to bf16 between the kernels, as they are in Py
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,8 @@ from moeloom import jit
 from moeloom.activation import SwiGLU
 from moeloom.backends.base import ExpertGrads
 from moeloom.backends.sm90 import grouped
-from moeloom.backends.sm90.parameters import proof
+from moeloom.backends.sm90.launch import launch, loaded
+from moeloom.backends.sm90.parameters import ADDRESS, FLOAT, INT, fields, proof
 from moeloom.errors import CapabilityError
 from moeloom.experts import Experts
 
@@ -40,22 +40,13 @@ SUM_COLUMNS = 64
 class ExpertRows(ctypes.Structure):
     """Which rows are whose."""
 
-    _fields_ = [
-        ("start", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
-        ("weight", ctypes.c_uint64),
-        ("experts", ctypes.c_int32),
-        ("rows", ctypes.c_int32),
-    ]
+    _fields_ = [*fields(ADDRESS, "start count weight"), *fields(INT, "experts rows")]
 
 
 class SwiGLUParams(ctypes.Structure):
     """The activation, and where its inputs lie in a row."""
 
-    _fields_ = [
-        *[(name, ctypes.c_float) for name in ("clamp", "alpha", "up_offset")],
-        *[(name, ctypes.c_int32) for name in ("width", "gate", "up")],
-    ]
+    _fields_ = [*fields(FLOAT, "clamp alpha up_offset"), *fields(INT, "width gate up")]
 
 
 ROW_KERNELS = (
@@ -195,18 +186,11 @@ class Stage:
         return f"{name}<{str(self.alternate).lower()}>"
 
     def launch(self, name: str, *args: Any) -> None:
-        """One of `ROW_KERNELS` on the device's current stream; tensors go as their addresses, None as 0."""
-        _, processors = _kernels(self.device.index)
-        blocks = min(processors * BLOCKS_PER_SM, -(-self.own.rows // WARPS))
-        if blocks and self.own.experts:
-            self._launch(name, blocks, args)
-
-    def _launch(self, name: str, grid: Any, args: tuple[Any, ...]) -> None:
-        kernels, _ = _kernels(self.device.index)
-        values = tuple(_argument(arg) for arg in args)
-        with torch.cuda.device(self.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            kernels[f"moeloom::{name}"].launch(stream, grid, THREADS, 0, values)
+        """One of `ROW_KERNELS` on the device's current stream, if there is anything to do."""
+        if self.own.rows and self.own.experts:
+            _, processors = loaded(KERNELS[0], self.device.index)
+            blocks = min(processors * BLOCKS_PER_SM, -(-self.own.rows // WARPS))
+            launch(KERNELS[0], self.device, args, blocks, f"moeloom::{name}")
 
     def weighed(self, rows: Tensor) -> Tensor:
         """A copy, each row multiplied with its router weight, padding rows zero."""
@@ -228,23 +212,8 @@ class Stage:
         out = torch.zeros(own.experts, rows.shape[1], device=rows.device)
         if out.numel():
             grid = (-(-rows.shape[1] // SUM_COLUMNS), own.experts, 1)
-            self._launch("sum_rows", grid, (own, rows, rows.shape[1], out))
+            launch(KERNELS[0], self.device, (own, rows, rows.shape[1], out), grid, "moeloom::sum_rows")
         return out
-
-
-@functools.cache
-def _kernels(device: int) -> tuple[dict[str, jit.Kernel], int]:
-    """All kernels on a device, and its number of multiprocessors."""
-    kernels = jit.load(jit.compile(_SOURCE), torch.device("cuda", device))
-    return kernels, torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _argument(arg: Any) -> Any:
-    if isinstance(arg, Tensor):
-        return arg.data_ptr()
-    if isinstance(arg, ctypes.Structure):
-        return bytes(arg)
-    return 0 if arg is None else arg
 
 
 def _swiglu(weights: Experts) -> SwiGLUParams:

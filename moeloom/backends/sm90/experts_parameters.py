@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
-_ADDRESS, _LONG, _INT, _FLOAT, _BYTE = (
-    ctypes.c_uint64,
-    ctypes.c_int64,
-    ctypes.c_int32,
-    ctypes.c_float,
-    ctypes.c_uint8,
-)
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
+from moeloom.backends.sm90.parameters import ADDRESS, FLOAT, INT, LONG, fields
 
 
 class TensorMap(ctypes.Structure):
@@ -28,25 +17,25 @@ class Operands(ctypes.Structure):
     """What a product of all experts is made of."""
 
     _fields_ = [
-        *_fields(TensorMap, "rows few_rows scales few_scales weights"),
-        ("weight_scale", _ADDRESS),
-        *_fields(_LONG, "scale_slot scale_block"),
-        ("scale_begin", _INT * 2),
-        *_fields(_INT, "scale_last steps swap_halves"),
-        ("_aligned", _BYTE * 20),
+        *fields(TensorMap, "rows few_rows scales few_scales weights"),
+        ("weight_scale", ADDRESS),
+        *fields(LONG, "scale_slot scale_block"),
+        ("scale_begin", INT * 2),
+        *fields(INT, "scale_last steps swap_halves"),
+        ("_aligned", ctypes.c_uint8 * 20),
     ]
 
 
 class Tiles(ctypes.Structure):
     """The tiles of all experts."""
 
-    _fields_ = [*_fields(_ADDRESS, "expert_start expert_rows ticket"), *_fields(_INT, "num_slots columns")]
+    _fields_ = [*fields(ADDRESS, "expert_start expert_rows ticket"), *fields(INT, "num_slots columns")]
 
 
 class Bias(ctypes.Structure):
     """What is added to a product, `begin` and `step` in elements for each half of its columns."""
 
-    _fields_ = [("values", _ADDRESS), ("slot", _LONG), ("begin", _INT * 2), *_fields(_INT, "step is_bf16")]
+    _fields_ = [("values", ADDRESS), ("slot", LONG), ("begin", INT * 2), *fields(INT, "step is_bf16")]
 
 
 class ExpertsParams(ctypes.Structure):
@@ -55,11 +44,11 @@ class ExpertsParams(ctypes.Structure):
     _fields_ = [
         ("operands", Operands),
         ("tiles", Tiles),
-        *_fields(_ADDRESS, "row_weight out other_ticket"),
-        ("out_pitch", _LONG),
+        *fields(ADDRESS, "row_weight out other_ticket"),
+        ("out_pitch", LONG),
         ("bias", Bias),
-        *_fields(_INT, "out_columns scales_begin"),
-        *_fields(_FLOAT, "clamp slope up_offset"),
-        *_fields(_INT, "weigh_rows weigh_out"),
-        ("_aligned", _BYTE * 4),
+        *fields(INT, "out_columns scales_begin"),
+        *fields(FLOAT, "clamp slope up_offset"),
+        *fields(INT, "weigh_rows weigh_out"),
+        ("_aligned", ctypes.c_uint8 * 4),
     ]

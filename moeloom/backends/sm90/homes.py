@@ -45,7 +45,9 @@ class Served(Homes):
         self.ranks = Ranks(self, placement.num_ranks, device)
         self._served: Tensor | None = None
         if not self.plain:
-            of_expert = [[i for i, home in enumerate(slots) if home[2] == e] for e in range(placement.num_experts)]
+            of_expert: list[list[int]] = [[] for _ in range(placement.num_experts)]
+            for i, (_, _, expert) in enumerate(slots):
+                of_expert[expert].append(i)
             self._count = torch.tensor([len(served) for served in of_expert], device=device)
             most = max(map(len, of_expert))
             padded = [served + [-1] * (most - len(served)) for served in of_expert]
@@ -55,14 +57,14 @@ class Served(Homes):
         """`[T, K]`, int32 or int64. Those out of range stay out of range: the kernel finds and reports them."""
         if self._served is None:
             return topk_idx.contiguous()
-        experts = self.placement.num_experts
+        experts, topk_idx = self.placement.num_experts, topk_idx.long()
         known = topk_idx.clamp(0, experts - 1)
         token = torch.arange(len(topk_idx), device=topk_idx.device).unsqueeze(1) + self.rank
         served = self._served[known, token % self._count[known]]
         identity = (topk_idx >= experts) & (topk_idx < self.placement.num_ids)
         too_large = topk_idx - self.placement.num_ids + self.num_experts
         other = torch.where(identity, -1, torch.where(topk_idx < 0, topk_idx, too_large))
-        return torch.where((topk_idx >= 0) & (topk_idx < experts), served, other.int())
+        return torch.where((topk_idx >= 0) & (topk_idx < experts), served, _narrow(other))
 
     def given(self, found: int) -> int:
         """See `Homes.given`."""
@@ -81,9 +83,15 @@ class Ranks(Homes):
         known = (served >= 0) & (served < self.served.num_experts)
         ranks = torch.where(known, self.served.expert_rank[served.clamp(0, self.served.num_experts - 1)], -1)
         later = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).tril(-1).any(2)
+        served = served.long()
         wrong = torch.where(served < 0, served, served - self.served.num_experts + self.num_experts)
-        return torch.where(known, ranks.masked_fill(later, -1), wrong.int())
+        return torch.where(known, ranks.masked_fill(later, -1), _narrow(wrong))
 
     def given(self, found: int) -> int:
         """See `Homes.given`."""
         return self.served.given(found if found < 0 else found - self.num_experts + self.served.num_experts)
+
+
+def _narrow(ids: Tensor) -> Tensor:
+    """int32; what does not fit must not become an id that is valid."""
+    return ids.clamp(-(1 << 31), (1 << 31) - 1).int()

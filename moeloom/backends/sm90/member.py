@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeloom import jit
+from moeloom.backends.sm90.launch import loaded
 from moeloom.backends.sm90.parameters import State
 from moeloom.backends.sm90.spaces import LIMITS, Sizes, between
 from moeloom.errors import PeerTimeout
@@ -134,7 +134,8 @@ def launch(
     if len(params) > LIMITS["MAX_RANKS"] or not params:
         raise ValueError(f"members are {len(params)}; allowed: 1..{LIMITS['MAX_RANKS']}")
     chosen = declared[len(params) > 1]
-    kernel, processors = _kernel(chosen, device.index)
+    kernels, processors = loaded(chosen, device.index)
+    (kernel,) = kernels.values()
     if sms is not None:
         between("sms", sms, len(params), processors)
         processors = sms
@@ -171,14 +172,6 @@ __global__ void __launch_bounds__({threads}, 1) {stage}_several(const __grid_con
     )
     one, more = (jit.Declared(source, threads, shared_bytes=shared_bytes) for source in sources)
     return one, more
-
-
-@functools.cache
-def _kernel(chosen: jit.Declared, device: int) -> tuple[jit.Kernel, int]:
-    """A declaration's kernel on a device, and that device's number of multiprocessors."""
-    kernels = jit.load(jit.compile(chosen.source), torch.device("cuda", device))
-    (kernel,) = kernels.values()
-    return kernel, torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _homes(placement: Placement) -> list[tuple[int, int, int]]:

@@ -6,10 +6,13 @@ driver shares it by file descriptors, which counts its users, those killed inclu
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
+import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from moeloom.backends.control import Control
 from moeloom.errors import CapabilityError, CapacityError, KernelError
 from moeloom.jit.bindings import driver
 
+log = logging.getLogger("moeloom")
+
 
 class SymmetricMemory:
     """This rank's part, and where the parts of all ranks lie in this process."""
@@ -25,49 +30,106 @@ class SymmetricMemory:
     def __init__(self, control: Control, device: torch.device) -> None:
         self._control, self._device = control, device
         self._mapped: list[tuple[int, int]] = []  # address and size of each part
+        self._kept: list[tuple[int, int]] = []  # of earlier ones
         self.num_bytes = 0
 
-    def make(self, num_bytes: int) -> list[int]:
-        """Zeros, instead of what there was. Returns each rank's address. Collective, of equal sizes."""
-        self.close()
-        peers, parts = self._control.peers, _Parts(self._device)
-        error: Exception | None = None
+    def make(self, num_bytes: int, keep: bool = False) -> list[int]:
+        """Zeros, instead of what there was, or (keep) beside it. Returns each rank's address. Collective, of equal
+        sizes.
+        """
+        if keep:
+            self._kept += self._mapped
+            self._mapped = []
+        else:
+            self._give_back(self._mapped)
+        kept_bytes = sum(size for _, size in self._kept) // self._control.peers.num_ranks
+        self.num_bytes = kept_bytes
+        parts = _Parts(self._device)
+        handles: dict[int, Any] = {}
         size = parts.rounded(num_bytes)
         name = self._control.agree({"bytes of symmetric memory": size}, {"name": uuid.uuid4().hex})[0]["name"]
         try:
-            own = parts.create(size)
+            self._control.agree({}, error=self._create(parts, handles, size))
+            error = self._map_all(parts, handles, size, f"\0moeloom-{name}")
+        finally:
+            for handle in handles.values():
+                parts.release(handle)  # what is mapped stays
+        try:
+            self._control.agree({}, error=error)  # all are zeros before anybody writes
+        except Exception:
+            with suppress(KernelError, RuntimeError):  # what was wrong before is raised
+                self._give_back(self._mapped)
+            raise
+        self.num_bytes = kept_bytes + size
+        return [address for address, _ in self._mapped]
+
+    def _create(self, parts: _Parts, handles: dict[int, Any], size: int) -> Exception | None:
+        """This rank's part. Returns what is wrong, if anything is."""
+        peers = self._control.peers
+        try:
+            handles[peers.rank] = parts.create(size)
         except KernelError as failed:
             free, total = torch.cuda.mem_get_info(self._device)
-            error = CapacityError(
+            return CapacityError(
                 f"symmetric memory: {size} bytes needed, {free} of {total} bytes free on {self._device} ({failed});"
                 " lower max_tokens, or free memory"
             )
-        self._control.agree({}, error=error)
-        handles = {peers.rank: own}
         try:
             if peers.num_ranks > 1:
-                files = _exchange_files(parts.file_of(own), f"\0moeloom-{name}", peers.rank, peers.num_ranks)
-                handles |= {rank: parts.opened(file) for rank, file in files.items()}
+                os.close(parts.file_of(handles[peers.rank]))  # tried now, so that nobody waits for one that cannot be
+        except KernelError as failed:
+            return _cannot_share(peers.rank, failed)
+        return None
+
+    def _map_all(self, parts: _Parts, handles: dict[int, Any], size: int, name: str) -> Exception | None:
+        """The parts of all ranks in this process. Returns what is wrong, if anything is."""
+        peers = self._control.peers
+        try:
+            if peers.num_ranks > 1:
+                own = parts.file_of(handles[peers.rank])
+                files = _exchange_files(own, name, peers.rank, peers.num_ranks, peers.timeout)
+                handles |= _opened(parts, files)
             for rank in range(peers.num_ranks):
                 self._mapped.append((parts.map(handles[rank], size), size))
             parts.zero(self._mapped[peers.rank][0], size)
         except (KernelError, OSError) as failed:
-            error = CapabilityError(f"rank {peers.rank}: GPUs cannot share memory: {failed}")
-        finally:
-            for handle in handles.values():
-                parts.release(handle)  # what is mapped stays
-        self._control.agree({}, error=error)  # all are zeros before anybody writes
-        self.num_bytes = size
-        return [address for address, _ in self._mapped]
+            return _cannot_share(peers.rank, failed)
+        return None
 
     def close(self) -> None:
         """Let go, once the GPU is done with it."""
-        if self._mapped:
+        self.num_bytes = 0
+        try:
+            self._give_back(self._mapped)
+        finally:
+            self._give_back(self._kept)
+
+    def _give_back(self, mapped: list[tuple[int, int]]) -> None:
+        if mapped:
             torch.cuda.synchronize(self._device)
             parts = _Parts(self._device)
-            for address, size in self._mapped:
-                parts.unmap(address, size)
-        self._mapped, self.num_bytes = [], 0
+            while mapped:
+                parts.unmap(*mapped.pop())
+
+
+def _cannot_share(rank: int, failed: Exception) -> CapabilityError:
+    return CapabilityError(f"rank {rank}: GPUs cannot share memory: {failed}")
+
+
+def _opened(parts: _Parts, files: dict[int, int]) -> dict[int, Any]:
+    """Other ranks' parts by their files, which are closed."""
+    handles = {}
+    try:
+        while files:
+            rank, file = files.popitem()
+            handles[rank] = parts.opened(file)
+    except KernelError:
+        for file in files.values():
+            os.close(file)
+        for handle in handles.values():
+            parts.release(handle)
+        raise
+    return handles
 
 
 class _Parts:
@@ -135,44 +197,60 @@ def write_word(address: int, word: int, stream: int) -> None:
         raise KernelError(f"cuMemsetD32Async: {status.name}")
 
 
-def _exchange_files(own: int, name: str, rank: int, num_ranks: int, seconds: float = 60.0) -> dict[int, int]:
-    """This rank's file to all others, theirs to this one, by rank. name: of sockets that only these ranks know."""
+def _exchange_files(own: int, name: str, rank: int, num_ranks: int, seconds: float) -> dict[int, int]:
+    """This rank's file to all others, theirs to this one, by rank. own is closed. name: of sockets that only these
+    ranks know. Raises OSError if one does not come in time.
+    """
+    files: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.settimeout(seconds)
         listener.bind(f"{name}-{rank}")
         listener.listen(num_ranks)
 
         def serve() -> None:
-            for _ in range(num_ranks - 1):
-                connection, _ = listener.accept()
-                with connection:
-                    socket.send_fds(connection, [b"."], [own])
+            with suppress(OSError):  # who has not got the file says so
+                for _ in range(num_ranks - 1):
+                    connection, _ = listener.accept()
+                    with connection:
+                        socket.send_fds(connection, [b"."], [own])
 
         server = threading.Thread(target=serve, daemon=True)
         server.start()
-        files = {}
-        for other in range(num_ranks):
-            if other == rank:
-                continue
-            with _connected(f"{name}-{other}", seconds) as connection:
-                _, (file, *_), _, _ = socket.recv_fds(connection, 1, 1)
-                files[other] = file
-        server.join(seconds)
-        os.close(own)
+        try:
+            for other in range(num_ranks):
+                if other != rank:
+                    files[other] = _file_from(f"{name}-{other}", seconds)
+            server.join(seconds)
+        except BaseException:
+            for file in files.values():
+                os.close(file)
+            raise
+        finally:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # accept then waits no longer
+            server.join()
+            os.close(own)
     return files
 
 
-def _connected(name: str, seconds: float) -> socket.socket:
-    """To a rank that may not listen yet."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(seconds)
-    for _ in range(int(seconds * 100)):
-        try:
-            connection.connect(name)
-            return connection
-        except ConnectionRefusedError:
-            threading.Event().wait(0.01)
-    raise TimeoutError(f"no rank listens on {name[1:]}")
+def _file_from(name: str, seconds: float) -> int:
+    """The file of a rank that may not listen yet."""
+    deadline = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(seconds)
+        while True:
+            try:
+                connection.connect(name)
+                break
+            except ConnectionRefusedError:
+                if time.monotonic() > deadline:
+                    found = f"no rank listens on {name[1:]}"
+                    raise TimeoutError(f"{found}; all must be in one network namespace (one container)") from None
+                time.sleep(0.01)
+        _, files, _, _ = socket.recv_fds(connection, 1, 1)
+        if not files:
+            raise ConnectionError(f"{name[1:]} sent no file")
+        return files[0]
 
 
 def check_peers(control: Control, device: torch.device) -> None:
@@ -180,6 +258,13 @@ def check_peers(control: Control, device: torch.device) -> None:
     own = str(torch.cuda.get_device_properties(device).uuid)
     with control.operation("construction"):
         gpus = [record["gpu"] for record in control.agree({}, {"gpu": own})]
+        if gpus.count(own) > 1:
+            sharing = ", ".join(str(rank) for rank, gpu in enumerate(gpus) if gpu == own)
+            log.warning(
+                "ranks %s share one GPU and take turns, so that each signal takes milliseconds; has each rank called"
+                " torch.cuda.set_device before?",
+                sharing,
+            )
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         error = None
         for rank, gpu in enumerate(gpus):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 
 import torch
@@ -23,22 +24,25 @@ class News:
         self._control = control
         words = torch.zeros(len(STAGES) + 2, 4, dtype=torch.int32, pin_memory=True)
         self.failures, self.strict, self.lenient = words[: len(STAGES)], words[-2], words[-1]
+        # the same memory: to read an element of a tensor takes many times as long, and this is done in every call
+        self._words, self._read = words, (ctypes.c_int32 * 4 * len(words)).from_address(words.data_ptr())
         self.given: Callable[[int], int] = int  # the caller's id of one that a kernel has refused
 
     def take(self) -> Exception | None:
         """What was wrong in an earlier call of this rank, once."""
         rank = self._control.peers.rank
-        for words in (self.strict, self.lenient):
+        strict, lenient = self._read[-2], self._read[-1]
+        for words in (strict, lenient):
             if words[ROW]:
-                row, slot, value = int(words[ROW]) - 1, int(words[SLOT]), self.given(int(words[VALUE]))
-                words.zero_()
+                row, slot, value = words[ROW] - 1, words[SLOT], self.given(words[VALUE])
+                words[ROW] = 0  # the last that is read: from now on the kernels may write anew
                 return ValueError(
                     f"rank {rank}: in an earlier call topk_idx[{row}, {slot}] was {value}; allowed: the ids of the"
                     " placement, or -1 for not routed"
                 )
-        dropped = int(self.strict[DROPPED])
-        self.strict[DROPPED] = self.lenient[DROPPED] = 0
-        if dropped:
+        dropped = strict[DROPPED]
+        if dropped:  # only then: a kernel may be about to write the first
+            strict[DROPPED] = 0
             return CapacityError(
                 f"rank {rank}: in an earlier call {dropped} rows did not fit into the capacity; raise capacity, or pass"
                 " overflow='drop'"
@@ -47,10 +51,11 @@ class News:
 
     def raise_failure(self) -> None:
         """If a launch gave up waiting, this Runtime has failed: tell all ranks and raise what was told first."""
-        for stage, words in zip(STAGES, self.failures, strict=True):
+        for number, stage in enumerate(STAGES):
+            words = self._read[number]
             if words[WHY]:
                 peers = self._control.peers
-                error = given_up(stage, peers.rank, int(words[PEER]), int(words[PHASE]), peers.timeout)
+                error = given_up(stage, peers.rank, words[PEER], words[PHASE], peers.timeout)
                 told = peers.abort(error)
                 self._control.failure = to_record(told)
                 raise told

@@ -5,53 +5,54 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-_ADDRESS, _LONG, _INT, _WORD = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32
+ADDRESS, LONG, INT, WORD, FLOAT = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32, ctypes.c_uint32, ctypes.c_float
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of one kind, for `_fields_`."""
     return [(name, kind) for name in names.split()]
 
 
 class DispatchSpace(ctypes.Structure):
     """Where dispatch's regions lie in a rank's symmetric memory, in bytes."""
 
-    _fields_ = _fields(_LONG, "bank_bytes source_bytes shown counts pairs places arrived staging")
+    _fields_ = fields(LONG, "bank_bytes source_bytes shown counts pairs places arrived staging")
 
 
 class DispatchParams(ctypes.Structure):
     """What dispatch takes, for one rank."""
 
     _fields_ = [
-        *_fields(_ADDRESS, "x topk_idx topk_weights device_num_tokens expert_rank expert_slot peers state rows"),
-        *_fields(_ADDRESS, "row_pair row_weight pair_row expert_start expert_rows tokens_of_rank problems"),
+        *fields(ADDRESS, "x topk_idx topk_weights device_num_tokens expert_rank expert_slot peers state rows"),
+        *fields(ADDRESS, "row_pair row_weight pair_row expert_start expert_rows tokens_of_rank problems"),
         ("space", DispatchSpace),
-        *_fields(_LONG, "x_stride timeout_ns"),
-        *_fields(_INT, "num_tokens max_tokens num_topk num_experts num_local num_ranks rank"),
-        *_fields(_INT, "row_bytes capacity alignment batched ids_are_64"),
+        *fields(LONG, "x_stride timeout_ns"),
+        *fields(INT, "num_tokens max_tokens num_topk num_experts num_local num_ranks rank"),
+        *fields(INT, "row_bytes capacity alignment batched ids_are_64"),
     ]
 
 
 class CombineSpace(ctypes.Structure):
     """Where combine's regions lie in a rank's symmetric memory, in bytes."""
 
-    _fields_ = _fields(_LONG, "bank_bytes sender_bytes begun sums slots")
+    _fields_ = fields(LONG, "bank_bytes sender_bytes begun sums slots")
 
 
 class CombineParams(ctypes.Structure):
     """What combine takes, for one rank."""
 
     _fields_ = [
-        *_fields(_ADDRESS, "rows pair_row row_weight topk_weights tokens_of_rank topk_idx expert_rank peers state y"),
+        *fields(ADDRESS, "rows pair_row row_weight topk_weights tokens_of_rank topk_idx expert_rank peers state y"),
         ("space", CombineSpace),
-        ("timeout_ns", _LONG),
-        *_fields(_INT, "num_tokens max_tokens num_topk num_experts num_ranks rank row_bytes ids_are_64 parts"),
+        ("timeout_ns", LONG),
+        *fields(INT, "num_tokens max_tokens num_topk num_experts num_ranks rank row_bytes ids_are_64 parts"),
     ]
 
 
 class Counter(ctypes.Structure):
     """A counter on a cache line of its own."""
 
-    _fields_ = [("value", _WORD), ("_line", _WORD * 31)]
+    _fields_ = [("value", WORD), ("_line", WORD * 31)]
 
 
 class State(ctypes.Structure):
@@ -62,10 +63,10 @@ class State(ctypes.Structure):
     """
 
     _fields_ = [
-        *_fields(_WORD, "epoch aborted phase peer"),
-        *_fields(_ADDRESS, "failure stop"),
-        ("wrong_ids", _WORD),
-        ("_line", _WORD * 23),
+        *fields(WORD, "epoch aborted phase peer"),
+        *fields(ADDRESS, "failure stop"),
+        ("wrong_ids", WORD),
+        ("_line", WORD * 23),
         ("finished", Counter),
         ("tickets", Counter * 4),
     ]
@@ -90,10 +91,10 @@ def proof(structs: tuple[type[ctypes.Structure], ...], numbers: dict[str, int]) 
     expected = dict(numbers)
     for struct in structs:
         name = struct.__name__
-        fields = [field for field, *_ in struct._fields_ if not field.startswith("_")]
+        names = [field for field, *_ in struct._fields_ if not field.startswith("_")]
         # NVRTC 13.0 has no offsetof; but designators must stand in the order of the declaration
-        ordered = ", ".join(f".{field} = {{}}" for field in fields)
+        ordered = ", ".join(f".{field} = {{}}" for field in names)
         expected[f"sizeof({name}{{{ordered}}})"] = ctypes.sizeof(struct)
-        expected |= {f"sizeof({name}::{field})": getattr(struct, field).size for field in fields}
+        expected |= {f"sizeof({name}::{field})": getattr(struct, field).size for field in names}
     lines = [f"static_assert(Equal<(long)({found}), {value}>::value);" for found, value in expected.items()]
     return "\n".join([_EQUAL, "namespace moeloom {", *lines, "}\n"])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from moeloom import jit
-from moeloom.backends.sm90.parameters import proof
+from moeloom.backends.sm90.launch import launch
+from moeloom.backends.sm90.parameters import ADDRESS, INT, LONG, fields, proof
+from moeloom.backends.sm90.spaces import VECTOR_BYTES
 from moeloom.errors import CapabilityError
 from moeloom.experts import Experts, GateUpOrder
 from moeloom.quantize import GROUP, num_groups, record_bytes
@@ -18,9 +19,7 @@ from moeloom.types import Quantized
 
 THREADS = 256
 VECTOR = 8  # numbers that a lane takes
-ALIGNMENT = 16  # bytes
 
-_ADDRESS, _LONG, _INT = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
 _NUMBERS = {torch.bfloat16: "moeloom::u16", torch.float32: "float"}
 
 
@@ -28,9 +27,9 @@ class QuantizeParams(ctypes.Structure):
     """What quantising rows takes."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("x", "records", "device_num_tokens")),
-        *((name, _LONG) for name in ("x_stride", "record_stride")),
-        *((name, _INT) for name in ("num_rows", "hidden", "record_bytes")),
+        *fields(ADDRESS, "x records device_num_tokens"),
+        *fields(LONG, "x_stride record_stride"),
+        *fields(INT, "num_rows hidden record_bytes"),
     ]
 
 
@@ -38,10 +37,9 @@ class BlocksParams(ctypes.Structure):
     """What quantising weights takes."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("weight", "values", "scales")),
-        *((name, _LONG) for name in ("weight_slot", "weight_matrix", "weight_row")),
-        *((name, _LONG) for name in ("values_slot", "values_matrix", "values_row")),
-        *((name, _INT) for name in ("num_matrices", "num_rows", "num_columns")),
+        *fields(ADDRESS, "weight values scales"),
+        *fields(LONG, "weight_slot weight_matrix weight_row values_slot values_matrix values_row"),
+        *fields(INT, "num_matrices num_rows num_columns"),
     ]
 
 
@@ -87,7 +85,8 @@ def quantize_rows(x: Tensor, *, num_tokens: Tensor | None = None, out: Tensor | 
         record_bytes=size,
     )
     warps = rows * -(-hidden // (VECTOR * GROUP))
-    _launch(_ROWS[x.dtype], x.device, -(-warps // (THREADS // 32)), params)
+    if warps:
+        launch(KERNELS[0], x.device, (params,), -(-warps // (THREADS // 32)), _ROWS[x.dtype])
     return out
 
 
@@ -126,7 +125,8 @@ def quantize_blocks(weight: Tensor, *, gate_up_order: GateUpOrder | None = None)
         num_rows=rows,
         num_columns=columns,
     )
-    _launch(_BLOCKS[weight.dtype], weight.device, scales.numel(), params)
+    if scales.numel():
+        launch(KERNELS[0], weight.device, (params,), scales.numel(), _BLOCKS[weight.dtype])
     return Quantized(values, scales)
 
 
@@ -137,18 +137,6 @@ def quantize_experts(experts: Experts) -> Experts:
     gate_up = quantize_blocks(experts.gate_up, gate_up_order=experts.gate_up_order)
     down = quantize_blocks(experts.down)
     return replace(experts, gate_up=gate_up.values, down=down.values, scales=(gate_up.scales, down.scales))
-
-
-def _launch(expression: str, device: torch.device, blocks: int, params: ctypes.Structure) -> None:
-    if blocks:
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream().cuda_stream
-            _kernels(device.index)[expression].launch(stream, blocks, THREADS, 0, (bytes(params),))
-
-
-@functools.cache
-def _kernels(device: int) -> dict[str, jit.Kernel]:
-    return jit.load(jit.compile(_SOURCE), torch.device("cuda", device))
 
 
 def _check_numbers(name: str, numbers: Tensor, dimensions: int) -> None:
@@ -164,15 +152,15 @@ def _check_numbers(name: str, numbers: Tensor, dimensions: int) -> None:
 
 
 def _check_aligned(name: str, rows: Tensor) -> None:
-    """Raise ValueError unless every row begins at a multiple of `ALIGNMENT`."""
+    """Raise ValueError unless every row begins at a multiple of `VECTOR_BYTES`."""
     steps = [
         stride * rows.element_size()
         for stride, size in zip(rows.stride()[:-1], rows.shape[:-1], strict=True)
         if size > 1
     ]
-    if rows.numel() and (rows.data_ptr() % ALIGNMENT or any(step % ALIGNMENT for step in steps)):
+    if rows.numel() and (rows.data_ptr() % VECTOR_BYTES or any(step % VECTOR_BYTES for step in steps)):
         raise ValueError(
-            f"{name} is at {rows.data_ptr()}, with rows {steps} bytes apart; allowed: multiples of {ALIGNMENT}"
+            f"{name} is at {rows.data_ptr()}, with rows {steps} bytes apart; allowed: multiples of {VECTOR_BYTES}"
         )
 
 

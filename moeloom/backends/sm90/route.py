@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import torch
 from torch import Tensor
 
 from moeloom import jit
-from moeloom.backends.sm90.parameters import proof
+from moeloom.backends.sm90.launch import launch
+from moeloom.backends.sm90.parameters import ADDRESS, INT, LONG, fields, proof
 from moeloom.route import Router
 from moeloom.types import Routing
 
@@ -19,7 +19,6 @@ MAX_TOPK = MAX_GROUPS = 32  # a lane for each
 BLOCKS_PER_SM = {4: 16, 8: 16, 16: 8, 32: 4}  # by experts of a lane; a kernel for each
 MAX_EXPERTS = 32 * max(BLOCKS_PER_SM)
 
-_ADDRESS, _LONG, _INT = ctypes.c_uint64, ctypes.c_int64, ctypes.c_int32
 _NUMBERS = {torch.bfloat16: "moeloom::u16", torch.float32: "float"}
 _SCORES = {"softmax": 0, "sigmoid": 1, "sqrt_softplus": 2}
 _INVERSE_BITS = 20
@@ -29,11 +28,11 @@ class RouteParams(ctypes.Structure):
     """What routing takes."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("logits", "bias", "topk_idx", "topk_weights")),
-        ("logits_stride", _LONG),
-        *((name, _INT) for name in ("num_tokens", "num_experts", "num_topk", "score", "normalize")),
-        *((name, _INT) for name in ("num_groups", "num_topk_groups", "group_size", "group_best")),
-        *((name, _INT) for name in ("group_shift", "group_share", "group_inverse")),
+        *fields(ADDRESS, "logits bias topk_idx topk_weights"),
+        ("logits_stride", LONG),
+        *fields(INT, "num_tokens num_experts num_topk score normalize"),
+        *fields(INT, "num_groups num_topk_groups group_size group_best"),
+        *fields(INT, "group_shift group_share group_inverse"),
         ("scale", ctypes.c_float),
     ]
 
@@ -55,7 +54,8 @@ _PROOF = proof(
         **{f"route_blocks({per_lane})": blocks for per_lane, blocks in BLOCKS_PER_SM.items()},
     },
 )
-KERNELS = tuple(jit.Declared(_source(each), THREADS, blocks) for each, blocks in BLOCKS_PER_SM.items())
+_DECLARED = {each: jit.Declared(_source(each), THREADS, blocks) for each, blocks in BLOCKS_PER_SM.items()}
+KERNELS = tuple(_DECLARED.values())
 
 
 def route(router: Router, logits: Tensor, bias: Tensor | None = None) -> Routing:
@@ -70,7 +70,7 @@ def route(router: Router, logits: Tensor, bias: Tensor | None = None) -> Routing
         raise ValueError(f"bias is on {bias.device}; it must be where logits is, on {logits.device}")
     if not covered(router, logits):
         return router(logits, bias)
-    routing = _launch(router, logits.detach(), None if bias is None else bias.detach().float().contiguous())
+    routing = _choose(router, logits.detach(), None if bias is None else bias.detach().float().contiguous())
     if torch.is_grad_enabled() and logits.requires_grad:
         return Routing(routing.topk_idx, router.weigh(router.scores(logits), routing.topk_idx))
     return routing
@@ -88,7 +88,7 @@ def covered(router: Router, logits: Tensor) -> bool:
     )
 
 
-def _launch(router: Router, logits: Tensor, bias: Tensor | None) -> Routing:
+def _choose(router: Router, logits: Tensor, bias: Tensor | None) -> Routing:
     num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, router.num_topk, dtype=torch.int64, device=logits.device)
     weights = torch.empty(num_tokens, router.num_topk, dtype=torch.float32, device=logits.device)
@@ -117,15 +117,6 @@ def _launch(router: Router, logits: Tensor, bias: Tensor | None) -> Routing:
     )
     if num_tokens:
         per_lane = next(size for size in BLOCKS_PER_SM if num_experts <= 32 * size)
-        with torch.cuda.device(logits.device):
-            stream = torch.cuda.current_stream().cuda_stream
-            blocks = -(-num_tokens // TOKENS_PER_BLOCK)
-            kernel = _kernel(logits.dtype, per_lane, logits.device.index)
-            kernel.launch(stream, blocks, THREADS, 0, (bytes(params),))
+        blocks = -(-num_tokens // TOKENS_PER_BLOCK)
+        launch(_DECLARED[per_lane], logits.device, (params,), blocks, _expression(logits.dtype, per_lane))
     return Routing(ids, weights)
-
-
-@functools.cache
-def _kernel(dtype: torch.dtype, per_lane: int, device: int) -> jit.Kernel:
-    kernels = jit.load(jit.compile(_source(per_lane)), torch.device("cuda", device))
-    return kernels[_expression(dtype, per_lane)]
