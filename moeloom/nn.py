@@ -230,8 +230,10 @@ class MoE(nn.Module):
 
     def _route(self, x: Tensor) -> Routing:
         """Choose and weigh in fp32, and keep the statistics."""
-        router = self.config.router
-        scores = router.scores(functional.linear(x.float(), self.gate.float()))
+        router, logits = self.config.router, functional.linear(x.float(), self.gate.float())
+        if not self.training and not torch.compiler.is_compiling():
+            return self.runtime.route(router, logits, self.router_bias)
+        scores = router.scores(logits)
         topk_idx = torch.ops.moeloom.keep_choice(router.choose(scores.detach() + self.router_bias))
         weights = router.weigh(scores, topk_idx)
         if not self.training:

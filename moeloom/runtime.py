@@ -33,6 +33,7 @@ from moeloom.placement import Placement
 from moeloom.plan.plan import Plan
 from moeloom.plan.planner import Planner
 from moeloom.plan.problem import Phase, Problem
+from moeloom.route import Router
 from moeloom.schedule.trace import Event
 from moeloom.topology import Topology
 from moeloom.types import Order, Overflow, Quantized, Received, Routing
@@ -254,6 +255,25 @@ class Runtime:
         with self._meter.stage("dispatch"):
             pending = self._open().begin_dispatch(x, routing, placed, rows, plan.exchange)
             return pending if async_op else pending.wait()
+
+    def route(self, router: Router, logits: Tensor, bias: Tensor | None = None) -> Routing:
+        """`router(logits, bias)`; on GPUs by one kernel. Not collective. See `Router`."""
+        checks.check_devices(self._open(), logits=logits, bias=bias)
+        return self._open().route(router, logits, bias)
+
+    def pack(self, experts: Experts, recipe: Recipe) -> Experts:
+        """Weights as the recipe computes with them, for inference: a copy for fp8, which else quantises them in every
+        call; otherwise experts themselves. Not collective, and not remembered: pack again when they have changed.
+        """
+        checks.check_devices(self._open(), **experts.tensors())
+        return self._open().pack(experts) if recipe.quantized else experts
+
+    def check(self) -> None:
+        """Raise what kernels have found wrong on this rank, in calls that could not say so: replays of a CUDA graph.
+
+        Waits for the GPU. Not collective; a failed exchange is told to the other ranks.
+        """
+        self._open().check()
 
     def plan(
         self,

@@ -14,6 +14,7 @@ from moeloom.config import Recipe
 from moeloom.experts import Experts
 from moeloom.layout import Layout
 from moeloom.placement import Placement
+from moeloom.route import Router
 from moeloom.types import ExchangeName, Order, Overflow, Received, Routing
 
 
@@ -100,6 +101,15 @@ class Backend(Protocol):
     layer_rows: RowOrder
     decode_rows: RowOrder
     traffic: Traffic
+
+    def route(self, router: Router, logits: Tensor, bias: Tensor | None) -> Routing:
+        """`router(logits, bias)`."""
+
+    def pack(self, experts: Experts) -> Experts:
+        """`experts.quantized()`."""
+
+    def check(self) -> None:
+        """Wait for what has been launched, and raise what was wrong with it on this rank."""
 
     def records(self, x: Tensor) -> Tensor:
         """Rows quantised, as they travel: what `pack_records(quantize(x))` gives."""

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from moeloom import BF16, FP32, Plan, Routing, Runtime, Topology, env
+from moeloom import BF16, FP8, FP32, Experts, Plan, Router, Routing, Runtime, Topology, env
 from moeloom.backends.cpu import backend
 from moeloom.backends.cpu.wire import Wire
 from moeloom.backends.shared_memory import SharedFile
+from moeloom.errors import MoeloomError
 from tests.support.failure import Attempt, Layer, attempt, layer, layer_of, works
 from tests.support.pool import Ranks, group_of, runtime_of
 
@@ -460,3 +461,22 @@ def mix_capacities() -> str:
 def test_a_capacity_on_some_ranks_only_is_an_error(ranks: Ranks) -> None:
     texts = ranks.run(mix_capacities)[:2]
     assert texts[0] == texts[1] and "capacity" in texts[0]
+
+
+def test_route_pack_and_check() -> None:
+    """What GPUs have kernels for: here the router, the quantiser, and nothing to find."""
+    with Runtime("self", backend="cpu") as rt:
+        logits, bias = torch.randn(9, 8), torch.randn(8)
+        router = Router(num_topk=2, score="sigmoid")
+        found, wanted = rt.route(router, logits, bias), router(logits, bias)
+        assert torch.equal(found.topk_idx, wanted.topk_idx) and torch.equal(found.topk_weights, wanted.topk_weights)
+        experts = Experts(torch.randn(2, 64, 256).bfloat16(), torch.randn(2, 256, 32).bfloat16())
+        assert rt.pack(experts, BF16) is experts
+        packed = rt.pack(experts, FP8)
+        assert packed.scales is not None and rt.pack(packed, FP8) is packed
+        assert torch.equal(packed.gate_up.view(torch.uint8), experts.quantized().gate_up.view(torch.uint8))
+        rt.check()
+        with pytest.raises(ValueError, match="logits is on meta"):
+            rt.route(router, logits.to("meta"))
+    with pytest.raises(MoeloomError, match="closed"):
+        rt.check()

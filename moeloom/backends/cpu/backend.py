@@ -23,6 +23,7 @@ from moeloom.errors import CapabilityError
 from moeloom.experts import Experts
 from moeloom.placement import Placement
 from moeloom.quantize import pack_records, quantize
+from moeloom.route import Router
 from moeloom.topology import Topology
 from moeloom.types import ExchangeName, Received, Routing
 
@@ -75,6 +76,17 @@ class CpuBackend:
     def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True) -> Tensor:
         """See `Backend.combine`."""
         return combine(self, rows, handle, recipe, weighted, identity)
+
+    def route(self, router: Router, logits: Tensor, bias: Tensor | None) -> Routing:
+        """See `Backend.route`."""
+        return router(logits, bias)
+
+    def pack(self, weights: Experts) -> Experts:
+        """See `Backend.pack`."""
+        return weights.quantized()
+
+    def check(self) -> None:
+        """See `Backend.check`. Every call has raised what was wrong with it."""
 
     def records(self, x: Tensor) -> Tensor:
         """See `Backend.records`."""

@@ -29,6 +29,7 @@ from moeloom.errors import CapabilityError, CapacityError
 from moeloom.experts import Experts
 from moeloom.placement import Placement
 from moeloom.quantize import pack_records, record_bytes
+from moeloom.route import Router
 from moeloom.topology import Topology
 from moeloom.types import ExchangeName, Quantized, Received, Routing
 
@@ -157,6 +158,22 @@ class Sm90Backend:
     def begin_combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Pending:
         """See `Backend.begin_combine`."""
         return Pending(None, exchange.combine(self, rows, handle, recipe, weighted))
+
+    def route(self, router: Router, logits: Tensor, bias: Tensor | None) -> Routing:
+        """See `Backend.route`."""
+        return route.route(router, logits, bias)
+
+    def pack(self, weights: Experts) -> Experts:
+        """See `Backend.pack`."""
+        return quantize.quantize_experts(weights)
+
+    def check(self) -> None:
+        """See `Backend.check`."""
+        torch.cuda.synchronize(self.device)
+        self.news.raise_failure()
+        error = self.news.take()
+        if error is not None:
+            raise error
 
     def records(self, x: Tensor) -> Tensor:
         """See `Backend.records`."""

@@ -37,7 +37,7 @@ class Paths:
 
     homes: of `ids [T, K]`, which the kernels got. served: ids of the slots that serve, the same but for order "rank".
     order: of the launch, with a capacity. max_tokens: of any rank. arrived: without rows. stream: on which all of these
-    were made. version: of ids, which may be the caller's.
+    were made.
     """
 
     homes: Homes
@@ -47,7 +47,6 @@ class Paths:
     max_tokens: int
     arrived: Arrived
     stream: torch.cuda.Stream
-    version: int | None
 
     def keep_for(self, stream: torch.cuda.Stream) -> None:
         """Another stream reads them: torch must not give their memory away before it has. Callers cannot say so."""
@@ -92,7 +91,6 @@ def dispatch(
         if placement.num_identity:
             raise CapabilityError("placement has identity experts; the sm90 backend has none yet, the cpu backend does")
         if isinstance(routing, Handle):
-            _check_ids_are_as_they_were(routing)
             gpu.agree({**_payload(x), "handle of operation": routing.number})
             arrived = _launch(gpu, x, routing.routing, routing.paths, routing.rows.overflow)
             return _received(gpu, x, arrived, routing), routing
@@ -148,21 +146,6 @@ def _fits(num_ranks: int, max_tokens: int, num_topk: int, num_experts: int, num_
     Sizes(num_ranks, max_tokens, num_topk, num_experts, num_local, row_bytes, row_bytes)
 
 
-def _check_ids_are_as_they_were(handle: Handle) -> None:
-    """Raise ValueError if they are the caller's and have changed: kernels would wait for what no rank sends."""
-    paths = handle.paths
-    if paths.version != _version(paths.ids):
-        raise ValueError(
-            f"topk_idx of the handle (of operation #{handle.number}) was changed in place since its dispatch; pass a"
-            " copy to dispatch"
-        )
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Counts changes in place; None where torch does not."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _roomy(num_tokens: int, num_topk: int) -> int:
     """Room for so many tokens and some more, in steps, but not for more than the kernels can do."""
     return min(next_step(num_tokens), max(num_tokens, most_tokens(num_topk)))
@@ -201,7 +184,12 @@ def _plan(
 ) -> Paths:
     """Which ids the kernel gets, and room for the rows of num_tokens tokens unless there is a capacity."""
     served = gpu.served(placement)
-    ids = slots = served.ids(routing.topk_idx)
+    slots = served.ids(routing.topk_idx)
+    if slots.data_ptr() == routing.topk_idx.data_ptr() and not gpu.capturing:
+        # combine reads them again, perhaps in a backward long after: if the caller had changed them by then, it would
+        # wait for rows that nobody sends
+        slots = slots.clone()
+    ids = slots
     homes: Homes = served
     order, num_pairs = rows, num_tokens * routing.num_topk
     if rows.order == "rank":
@@ -215,7 +203,7 @@ def _plan(
             order = replace(order, capacity=_fullest(gpu, x, routing, placement, rows, num_tokens, max_tokens))
     nothing = Arrived(*[slots.new_empty(0)] * 7)
     stream = torch.cuda.current_stream(gpu.device)
-    return Paths(homes, ids, slots, order, max_tokens, nothing, stream, _version(ids))
+    return Paths(homes, ids, slots, order, max_tokens, nothing, stream)
 
 
 def _fullest(
@@ -324,7 +312,6 @@ def combine(
 ) -> Tensor:
     """See `Backend.combine`."""
     with gpu.operation("combine"):
-        _check_ids_are_as_they_were(handle)
         between("bytes of a row", rows.shape[1] * rows.element_size(), 1, MAX_ROW_BYTES)
         wanted = {"handle of operation": handle.number, "hidden": rows.shape[1], "dtype": str(rows.dtype)}
         gpu.agree({**wanted, "reduction": recipe.reduction, "weighted": weighted})
