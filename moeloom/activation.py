@@ -32,5 +32,8 @@ class SwiGLU:
         if self.clamp is not None:
             gate = gate.clamp(max=self.clamp)
             up = up.clamp(min=-self.clamp, max=self.clamp)
-        glu = torch.nn.functional.silu(gate) if self.alpha == 1.0 else gate * torch.sigmoid(gate * self.alpha)
+        # on CPUs torch takes exp of a tensor's last elements by another function, whose last bit may differ: rounded
+        # from fp64, a row's bits do not depend on where it lies
+        wide = gate.double() if gate.device.type == "cpu" else gate
+        glu = (wide * torch.sigmoid(wide * self.alpha)).to(gate.dtype)
         return glu * (up + self.up_offset if self.up_offset else up)
