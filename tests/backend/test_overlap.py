@@ -13,8 +13,9 @@ from tests.support.pool import Ranks, group_of
 from tests.support.throttle import ThrottledLink, throttled
 
 TOKENS, HIDDEN, INTERMEDIATE, TOPK, LOCAL = 512, 512, 2048, 4, 4
-BYTES_PER_SECOND = 10e6  # exchange and experts then take about as long on this kind of machine
-TRIES, ROUNDS = 4, 3
+# with one of these exchange and experts take about as long, on fast cores or slow ones
+BYTES_PER_SECOND = (10e6, 5e6, 3e6, 10e6)
+ROUNDS = 3
 
 
 def time_layer(address: int) -> tuple[bool, dict[int, float], float] | None:
@@ -53,8 +54,8 @@ def time_layer(address: int) -> tuple[bool, dict[int, float], float] | None:
 def test_chunks_are_faster_over_a_slow_link(ranks: Ranks) -> None:
     """1.3 times as fast on a quiet machine (benchmarks/bench_plan.py); here the machine may be busy."""
     best = 0.0
-    for _ in range(TRIES):
-        with ThrottledLink(bytes_per_second=BYTES_PER_SECOND) as link:
+    for bytes_per_second in BYTES_PER_SECOND:
+        with ThrottledLink(bytes_per_second=bytes_per_second) as link:
             same, seconds, both = zip(*ranks.run(time_layer, link.address)[:2], strict=True)
         assert all(same)
         assert min(both) > 0.02, "links and experts took turns"
