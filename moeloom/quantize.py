@@ -85,7 +85,7 @@ def decode_e8m0(scales: Tensor) -> Tensor:
 
 def record_bytes(hidden: int) -> int:
     """Bytes of a quantised row as it travels: values, scales at the next multiple of 4, and a multiple of 16 in all."""
-    return -(-(_scales_begin(hidden) + 4 * num_groups(hidden)) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+    return -(-(scales_begin(hidden) + 4 * num_groups(hidden)) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
 def pack_records(rows: Quantized) -> Tensor:
@@ -100,7 +100,7 @@ def pack_records(rows: Quantized) -> Tensor:
 
 def unpack_records(records: Tensor, hidden: int) -> Quantized:
     """Values and scales of records `[..., record_bytes(H)]`, as views."""
-    begin = _scales_begin(hidden)
+    begin = scales_begin(hidden)
     scales = records[..., begin : begin + 4 * num_groups(hidden)]
     return Quantized(records[..., :hidden].view(torch.float8_e4m3fn), scales.view(torch.float32))
 
@@ -111,7 +111,8 @@ def unpack_received(received: Received, hidden: int) -> Received:
     return replace(received, rows=rows.values, scales=rows.scales)
 
 
-def _scales_begin(hidden: int) -> int:
+def scales_begin(hidden: int) -> int:
+    """Byte of a record where the scales are."""
     return -(-hidden // 4) * 4
 
 

@@ -689,9 +689,4 @@ __global__ void __launch_bounds__(DISPATCH_THREADS, 1) dispatch(const __grid_con
     run_dispatch(p);
 }
 
-// Several ranks on one GPU, for tests.
-__global__ void __launch_bounds__(DISPATCH_THREADS, 1) dispatch_virtual(const DispatchParams* p) {
-    run_dispatch(p[blockIdx.y]);
-}
-
 }  // namespace moeloom

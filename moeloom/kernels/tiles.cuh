@@ -20,7 +20,7 @@ constexpr int TILE_PLACES = 4;
 constexpr int UNIT = 16;         // blocks of rows whose tiles run together, for the second-level cache
 constexpr int MATH_WARPS = 8;
 constexpr int MATH_THREADS = 32 * MATH_WARPS;
-constexpr int MATH_BARRIER = 1, TURN_BARRIER = 2;
+constexpr int MATH_BARRIER = 1;
 constexpr int DRAW_STEPS = 6;    // before the end of a tile, when the next one is drawn
 
 enum class Phase { up_gate, down };
@@ -204,11 +204,6 @@ struct Multiplier {
         release(&s.scaled.empty[scale.place()]);
         ++scale.count;
     }
-
-    // The warpgroups take turns, so that one multiplies while the other one adds up.
-    __device__ __forceinline__ void await_turn() const { sync_threads(TURN_BARRIER + group(), MATH_THREADS); }
-
-    __device__ __forceinline__ void end_turn() const { arrive_threads(TURN_BARRIER + 1 - group(), MATH_THREADS); }
 
     // FP8, 64 tokens of each group. sums[64 h + i]: D of the h-th block. scale_0, scale_1: of the blocks' columns.
     // weigh: multiply the rows' scales with `factors`.

@@ -9,10 +9,6 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // What a box has outside the tensor is zeros, and counts as bytes that have come.
 __device__ __forceinline__ void load_box(void* to, const TensorMap& map, u64* full, int x, int row) {
     asm volatile(

@@ -28,7 +28,7 @@ from moeloom.config import Recipe
 from moeloom.errors import CapabilityError, CapacityError
 from moeloom.experts import Experts
 from moeloom.placement import Placement
-from moeloom.quantize import pack_records, record_bytes
+from moeloom.quantize import pack_records, record_bytes, scales_begin
 from moeloom.route import Router
 from moeloom.topology import Topology
 from moeloom.types import ExchangeName, Quantized, Received, Routing
@@ -102,7 +102,7 @@ class Sm90Backend:
 
     def combine(self, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True) -> Tensor:
         """See `Backend.combine`."""
-        return exchange.combine(self, rows, handle, recipe, weighted, identity)
+        return exchange.combine(self, rows, handle, recipe, weighted)
 
     def experts(self, received: Received, weights: Experts, recipe: Recipe) -> Tensor:
         """See `Backend.experts`."""
@@ -357,7 +357,7 @@ class Sm90Backend:
 def _records(values: Tensor, scales: Tensor) -> Tensor:
     """Quantised rows as records: as they have come, if they have."""
     num_rows, hidden = values.shape
-    begin = -(-hidden // 4) * 4
+    begin = scales_begin(hidden)
     pitch = values.stride(0)
     together = scales.data_ptr() == values.data_ptr() + begin and scales.stride(0) * 4 == pitch
     if num_rows and together:

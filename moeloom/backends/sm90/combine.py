@@ -122,25 +122,15 @@ def _params(
     sizes, (tokens, arrived) = member.sizes, sent
     by_slot = reduction == "per_slot"
     return CombineParams(
+        **member.params(tokens.topk_idx),
         rows=rows.data_ptr(),
         pair_row=arrived.pair_row.data_ptr(),
         row_weight=arrived.row_weight.data_ptr() if weighted and not by_slot else 0,
         topk_weights=tokens.topk_weights.data_ptr() if weighted and by_slot else 0,
         tokens_of_rank=arrived.tokens_of_rank.data_ptr(),
-        topk_idx=tokens.topk_idx.data_ptr(),
-        expert_rank=member.expert_rank.data_ptr(),
-        peers=member.peers.data_ptr(),
         state=member.combine_state.data_ptr(),
         y=y.data_ptr(),
         space=sizes.combine_space,
-        timeout_ns=member.timeout_ns,
-        num_tokens=len(tokens.topk_idx),
-        max_tokens=sizes.max_tokens,
-        num_topk=sizes.num_topk,
-        num_experts=sizes.num_experts,
-        num_ranks=sizes.num_ranks,
-        rank=member.rank,
         row_bytes=rows.shape[1] * rows.element_size(),
-        ids_are_64=tokens.topk_idx.dtype == torch.int64,
         parts=parts,
     )

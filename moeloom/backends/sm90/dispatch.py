@@ -145,13 +145,11 @@ def _params(member: Member, tokens: Tokens, order: RowOrder, out: Arrived) -> Di
     if list(out.rows.shape) != [capacity, sizes.row_bytes]:
         raise ValueError(f"out.rows is {list(out.rows.shape)}; allowed: {[capacity, sizes.row_bytes]}")
     return DispatchParams(
+        **member.params(tokens.topk_idx),
         x=tokens.x.data_ptr(),
-        topk_idx=tokens.topk_idx.data_ptr(),
         topk_weights=tokens.topk_weights.data_ptr(),
         device_num_tokens=0 if tokens.num_tokens is None else tokens.num_tokens.data_ptr(),
-        expert_rank=member.expert_rank.data_ptr(),
         expert_slot=member.expert_slot.data_ptr(),
-        peers=member.peers.data_ptr(),
         state=member.dispatch_state.data_ptr(),
         rows=out.rows.data_ptr(),
         row_pair=out.row_pair.data_ptr(),
@@ -163,17 +161,9 @@ def _params(member: Member, tokens: Tokens, order: RowOrder, out: Arrived) -> Di
         problems=member.problems.data_ptr(),
         space=sizes.dispatch_space,
         x_stride=tokens.x.stride(0) * tokens.x.element_size(),
-        timeout_ns=member.timeout_ns,
-        num_tokens=len(tokens.x),
-        max_tokens=sizes.max_tokens,
-        num_topk=sizes.num_topk,
-        num_experts=sizes.num_experts,
         num_local=sizes.num_local,
-        num_ranks=sizes.num_ranks,
-        rank=member.rank,
         row_bytes=sizes.row_bytes,
         capacity=capacity,
         alignment=order.alignment,
         batched=order.order == "batched",
-        ids_are_64=tokens.topk_idx.dtype == torch.int64,
     )

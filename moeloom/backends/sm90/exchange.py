@@ -104,7 +104,7 @@ def dispatch(
         total = max_tokens * gpu.topology.num_ranks if fixed else sum(counts)
         if fixed and rows.exact and rows.capacity is None:
             rows = replace(rows, capacity=_worst_capacity(rows, placement.num_local(gpu.rank), routing.num_topk, total))
-        paths = _plan(gpu, x, routing, placement, rows, total, max_tokens)
+        paths = _plan(gpu, routing, placement, rows, total, max_tokens)
         arrived = _launch(gpu, x, routing, paths, rows.overflow)
         num_local = placement.num_local(gpu.rank)
         num_rows = len(arrived.rows)
@@ -175,7 +175,6 @@ def _kept(paths: Paths, arrived: Arrived, rows: RowOrder, num_rows: int) -> Path
 
 def _plan(
     gpu: Sm90Backend,
-    x: Tensor,
     routing: Routing,
     placement: Placement,
     rows: RowOrder,
@@ -200,7 +199,7 @@ def _plan(
     if order.capacity is None:
         order = replace(order, capacity=num_pairs + homes.num_local * (order.alignment - 1))
         if order.order == "batched":
-            order = replace(order, capacity=_fullest(gpu, x, routing, placement, rows, num_tokens, max_tokens))
+            order = replace(order, capacity=_fullest(gpu, routing, placement, rows, num_tokens, max_tokens))
     nothing = Arrived(*[slots.new_empty(0)] * 7)
     stream = torch.cuda.current_stream(gpu.device)
     return Paths(homes, ids, slots, order, max_tokens, nothing, stream)
@@ -208,7 +207,6 @@ def _plan(
 
 def _fullest(
     gpu: Sm90Backend,
-    x: Tensor,
     routing: Routing,
     placement: Placement,
     rows: RowOrder,
@@ -216,8 +214,8 @@ def _fullest(
     max_tokens: int,
 ) -> int:
     """Rows of the expert that gets most on this rank, aligned: one more launch, of small rows, and a wait for it."""
-    small = torch.zeros(len(x), VECTOR_BYTES, dtype=torch.uint8, device=gpu.device)
-    paths = _plan(gpu, small, routing, placement, RowOrder(), num_tokens, max_tokens)
+    small = torch.zeros(routing.num_tokens, VECTOR_BYTES, dtype=torch.uint8, device=gpu.device)
+    paths = _plan(gpu, routing, placement, RowOrder(), num_tokens, max_tokens)
     most = int(_launch(gpu, small, routing, paths, "drop").expert_rows.max())
     return -(-most // rows.alignment) * rows.alignment
 
@@ -307,10 +305,8 @@ def _dropped(arrived: Arrived) -> Tensor:
     return ((arrived.pair_row == NO_ROOM) & sent.unsqueeze(2)).sum()
 
 
-def combine(
-    gpu: Sm90Backend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool, identity: bool = True
-) -> Tensor:
-    """See `Backend.combine`."""
+def combine(gpu: Sm90Backend, rows: Tensor, handle: Handle, recipe: Recipe, weighted: bool) -> Tensor:
+    """See `Backend.combine`; dispatch has refused identity experts."""
     with gpu.operation("combine"):
         between("bytes of a row", rows.shape[1] * rows.element_size(), 1, MAX_ROW_BYTES)
         wanted = {"handle of operation": handle.number, "hidden": rows.shape[1], "dtype": str(rows.dtype)}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moeloom import jit
+from moeloom.backends.sm90.homes import Served
 from moeloom.backends.sm90.launch import loaded
 from moeloom.backends.sm90.parameters import State
 from moeloom.backends.sm90.spaces import LIMITS, Sizes, between
@@ -58,23 +60,38 @@ class Member:
         a word that ends this rank's waits (see `State`), or 0.
         """
         _check(sizes, placement, rank, addresses, timeout)
-        homes = {expert: (home_rank, slot) for home_rank, slot, expert in _homes(placement)}
-        table = torch.tensor([homes[expert] for expert in range(sizes.num_experts)], dtype=torch.int32)
-        expert_rank, expert_slot = table.t().contiguous().to(device).unbind(0)
+        homes = Served(placement, rank, device)
         states = _new_states(failures, stop).to(device)
         return cls(
             sizes=sizes,
             rank=rank,
             timeout_ns=int(timeout * 1e9),
             peers=torch.tensor(list(addresses), dtype=torch.int64, device=device),
-            expert_rank=expert_rank,
-            expert_slot=expert_slot,
+            expert_rank=homes.expert_rank,
+            expert_slot=homes.expert_slot,
             dispatch_state=states[0],
             combine_state=states[1],
             problems=torch.zeros(4, dtype=torch.int32, device=device),
             failures=failures,
             stop=stop,
         )
+
+    def params(self, topk_idx: Tensor) -> dict[str, Any]:
+        """What dispatch and combine take alike, for `topk_idx [T, K]`."""
+        sizes = self.sizes
+        return {
+            "topk_idx": topk_idx.data_ptr(),
+            "ids_are_64": topk_idx.dtype == torch.int64,
+            "num_tokens": len(topk_idx),
+            "expert_rank": self.expert_rank.data_ptr(),
+            "peers": self.peers.data_ptr(),
+            "timeout_ns": self.timeout_ns,
+            "max_tokens": sizes.max_tokens,
+            "num_topk": sizes.num_topk,
+            "num_experts": sizes.num_experts,
+            "num_ranks": sizes.num_ranks,
+            "rank": self.rank,
+        }
 
     def states(self) -> tuple[State, State]:
         """Of dispatch and of combine, as they are once the GPU is done. Waits for it."""
@@ -174,18 +191,13 @@ __global__ void __launch_bounds__({threads}, 1) {stage}_several(const __grid_con
     return one, more
 
 
-def _homes(placement: Placement) -> list[tuple[int, int, int]]:
-    """Rank, slot and expert of every slot."""
-    return [(rank, slot, e) for rank, held in enumerate(placement.slots) for slot, e in enumerate(held)]
-
-
 def _check(sizes: Sizes, placement: Placement, rank: int, addresses: Sequence[int], timeout: float) -> None:
     most = max(placement.num_local(r) for r in range(placement.num_ranks))
     found = (placement.num_ranks, placement.num_experts, most)
     allowed = (sizes.num_ranks, sizes.num_experts, sizes.num_local)
     if found != allowed:
         raise ValueError(f"placement has (ranks, experts, most local) {found}; allowed: {allowed}")
-    if len(_homes(placement)) != placement.num_experts or placement.num_identity:
+    if sum(map(len, placement.slots)) != placement.num_experts or placement.num_identity:
         raise ValueError("placement has replicas or identity experts; allowed: one slot for each expert")
     if not 0 <= rank < sizes.num_ranks:
         raise ValueError(f"rank is {rank}; allowed: 0..{sizes.num_ranks - 1}")
